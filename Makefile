@@ -6,6 +6,7 @@
 # make test-slow all that takes longer: the crash matrix, several hosts, eight devices against one, programs of 7B models compiled for TPUs
 # make check     format, lint, types, and the tests of what has changed
 # make lint      install, then ruff and pyright
+# make docs      install, then build the documentation site into site/; to search it too: python3 -m http.server -d site
 # make clean     remove .venv and all caches; runs/ stays
 #
 # PYTHON chooses the interpreter that makes .venv (3.11 to 3.13): make install PYTHON=python3.12
@@ -31,7 +32,7 @@ define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
 endef
 
-.PHONY: train install check test test-faults test-crashes test-slow lint clean
+.PHONY: train install check test test-faults test-crashes test-slow lint docs clean
 
 $(RUNTIME): requirements.txt pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c '$(CHECK_PYTHON)'
@@ -84,6 +85,10 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
+# A link that leads nowhere, or a page that is in no menu, fails the build.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .jax_cache *.egg-info build dist
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .jax_cache *.egg-info build dist
 	find mujica_jax tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

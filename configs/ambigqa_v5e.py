@@ -1,16 +1,19 @@
-"""AmbigQA over Wikipedia, one agent in the manner of Search-R1, with Qwen2.5-7B on 4 chips
-(v5e:2x2).
+"""Evaluate Qwen2.5-7B on AmbigQA over Wikipedia, on 4 chips (v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/ambigqa_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX \\
         --agents direct chain_of_thought rag iter_retgen ircot flare search_o1
 
-DecEx-RAG, table 1, EM and F1: Search-R1 49.2 and 60.4 (its checkpoint), direct 11.6 and 22.4, chain
-of thought 27.6 and 38.1, rag 44.3 and 56.7, Iter-RetGen 47.0 and 58.8, IRCoT 24.5 and 40.6, FLARE
-40.6 and 50.1, Search-o1 42.5 and 53.4. Three passages a search and four searches are the paper's.
-Rows by flags: its other sets are those of `nq_qwen3_4b_v5e.py`, with --task.top-k 3.
+A single agent searches in the format of Search-R1.
 
-Not run. Index and all that is not task, model or style are those of `nq_qwen3_4b_v5e.py`.
+EM and F1 in the paper (DecEx-RAG, table 1): Search-R1 with its own checkpoint 49.2 and 60.4, direct
+11.6 and 22.4, chain of thought 27.6 and 38.1, rag 44.3 and 56.7, Iter-RetGen 47.0 and 58.8, IRCoT
+24.5 and 40.6, FLARE 40.6 and 50.1, Search-o1 42.5 and 53.4. As in the paper, a search returns three
+passages, and there are at most four searches. For the other data sets of the paper, use
+`nq_qwen3_4b_v5e.py` with --task.top-k 3.
+
+This configuration was never run. The index, and all settings except the task, the model and the
+style, are those of `nq_qwen3_4b_v5e.py`.
 """
 
 import dataclasses

@@ -1,33 +1,39 @@
-"""HotpotQA over the introductions of all Wikipedia articles, with EviPath and Llama-3.1-8B on 32
-chips (v5e:4x8).
+"""Train Llama-3.1-8B with EviPath on HotpotQA, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus enwiki-20171001-pages-meta-current-withlinks-abstracts.tar.bz2 \\
         --kind scann --out INDEX
     python -m mujica_jax.train configs/hotpotqa_evipath_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --method.remote.base-url http://HOST:8000/v1 --method.remote.tokenizer TEACHER
 
-EviPath, table 1: EM 53.8 and F1 66.4 with a teacher of 70 billion parameters; 50.9 and 63.5 where
-the untuned model is the teacher (table 3: `--method.teacher policy`, without the endpoint:
-`--method.remote.base-url None --method.remote.model None --method.remote.mode None
---method.remote.tokenizer None --method.remote.concurrency 8`).
+The agent searches the introductions of all Wikipedia articles.
 
-Rows by flags:
+Scores in the paper (EviPath): EM 53.8 and F1 66.4 with a teacher of 70 billion parameters (table
+1), and 50.9 and 63.5 with the untrained model as the teacher (table 3). The latter needs no
+endpoint and has the flags `--method.teacher policy --method.remote.base-url None
+--method.remote.model None --method.remote.mode None --method.remote.tokenizer None
+--method.remote.concurrency 8`.
 
-- table 1: `--method.mode no_evidence` (51.8 and 65.0); a run with `--method.tune planner`,
-  evaluated with `--worker CHECKPOINT` (48.9 and 61.8); CHECKPOINT evaluated with a run of
-  `--method.tune executor` as `--worker` (41.6 and 54.3);
-- table 4: `--method.teacher policy` with `--method.mode abductive` (50.9 and 63.5) and `deductive`
-  (39.7 and 51.2), both with the same `--method.trajectories N`;
-- table 5: a run of `--method.tune planner`, evaluated with a run of `--method.tune executor` as
+Flags for other rows of the paper, with EM and F1:
+
+- Table 1, without evidence: `--method.mode no_evidence` (51.8 and 65.0).
+- Table 1, only the planner is trained: a run with `--method.tune planner`, evaluated with `--worker
+  CHECKPOINT` (48.9 and 61.8).
+- Table 1, only the executor is trained: CHECKPOINT, evaluated with a run of `--method.tune
+  executor` as `--worker` (41.6 and 54.3).
+- Table 4: `--method.teacher policy` with `--method.mode abductive` (50.9 and 63.5) or `deductive`
+  (39.7 and 51.2), both with the same `--method.trajectories N`.
+- Table 5: a run of `--method.tune planner`, evaluated with a run of `--method.tune executor` as
   `--worker` (53.3 and 65.9).
 
-Not run. Planner and executor have EviPath's tags and prompts (`agent.protocol`). The synthesis
-reads the ten paragraphs that HotpotQA gives with a question, as far as
-`agent.max_observation_tokens` has room, and searches nothing: the index is for the evaluation.
-Threshold, learning rate, epochs and warm-up ratio are those of table 7, which does not say where
-the learning rate ends; ours is a tenth. Its step has 64 conversations (4 GPUs, 2 each, 8 times);
-ours has 32 rows, of several conversations each. Task and training step are those of
-`hotpotqa_v5e.py` with the model of `two_wiki_text_llama_8b_v5e.py`, and all training questions.
+This configuration was never run. Planner and executor have EviPath's tags and prompts
+(`agent.protocol`). The synthesis reads the ten paragraphs that HotpotQA gives with a question, up
+to `agent.max_observation_tokens` tokens. It does not search. Only the evaluation uses the index.
+
+Threshold, learning rate, epochs and warm-up ratio are those of table 7. The table does not give the
+final learning rate; ours is a tenth of the first one. A step in the paper has 64 conversations
+(8 times 2 on each of 4 GPUs). A step here has 32 rows with several conversations in each row. Task
+and training step are those of `hotpotqa_v5e.py`, with all training questions and with the model of
+`two_wiki_text_llama_8b_v5e.py`.
 """
 
 import dataclasses
@@ -39,7 +45,7 @@ from mujica_jax.config.schema import Config, EviPathConfig, MujicaConfig
 
 def get_config() -> Config:
     base = load_config("hotpotqa_v5e")
-    assert isinstance(base.agent, MujicaConfig), "HotpotQA is played by planner and workers there"
+    assert isinstance(base.agent, MujicaConfig), "EviPath needs an agent with planner and workers"
     return dataclasses.replace(
         base,
         name="hotpotqa_evipath_llama_8b_v5e",

@@ -1,19 +1,18 @@
-"""MuSiQue, out of domain: a policy that was trained on HotpotQA is scored, with Qwen2.5-7B on 32
-chips (v5e:4x8).
+"""Evaluate Qwen2.5-7B, trained on HotpotQA, out of domain on MuSiQue, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.train configs/hotpotqa_v5e.py --init CHECKPOINT --run RUN --task.data-dir HOTPOTQA \\
         --task.index HOTPOTQA_INDEX
     python -m mujica_jax.index build --corpus MUSIQUE/corpus.json --kind scann --out INDEX
     python -m mujica_jax.eval configs/musique_v5e.py --checkpoint RUN --task.data-dir MUSIQUE --task.index INDEX
 
-Mujica-MyGO, table 5: EM 26.11 and F1 35.92; few-shot 5.34 and 17.81 (--init CHECKPOINT
---agent.prompt few_shot). Rows by flags: the baselines of table 3 (--init CHECKPOINT --agents direct
-...).
+Scores in the paper (Mujica-MyGO, table 5): EM 26.11 and F1 35.92, and 5.34 and 17.81 with few-shot
+prompts (--init CHECKPOINT --agent.prompt few_shot). The baselines of table 3 have the flags --init
+CHECKPOINT --agents direct ...
 
-Not run. All questions of MuSiQue's dev file are the test: nothing is chosen on them. The corpus is
-the passages of all questions, as in EviPath's appendix E; without an index they are searched by
-BM25. The rest is as in `hotpotqa_v5e.py`; `two_wiki_text_v5e.py` lists what is the paper's and what
-is ours.
+This configuration was never run. All questions of MuSiQue's dev file are test questions, because
+nothing is chosen on them. The corpus consists of the passages of all questions, as in appendix E of
+EviPath. Without an index, BM25 searches them. All other settings are those of `hotpotqa_v5e.py`.
+`two_wiki_text_v5e.py` lists the paper's settings and ours.
 """
 
 import dataclasses

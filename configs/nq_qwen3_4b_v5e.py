@@ -1,19 +1,23 @@
-"""Natural Questions over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
-(v5e:2x2).
+"""Evaluate Qwen3-4B on Natural Questions over Wikipedia, on 4 chips (v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/nq_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX \\
         --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts (--judge.base-url ...,
-docs/guides/evaluation.md): 0.32 without search (direct), 0.55 with one (rag), 0.57 after both stages with
-1.07 searches a question; Qwen3-8B 0.39, 0.62 and 0.64 with 1.13. Trained policies are given as
---checkpoint.
+A single agent decides when to search. To evaluate a trained policy, give it as --checkpoint.
 
-Rows by flags:
+Scores in the paper (Learning When to Search, table 1), as the share of answers that a judge accepts
+(--judge.base-url ..., docs/guides/evaluation.md):
 
-- the paper's other sets, by --task.kind with --task.data-dir DIR and --eval.questions 20000. Each
-  has direct, rag, and both stages with their searches a question, first of Qwen3-4B, then of 8B:
+- Qwen3-4B: 0.32 without a search (direct), 0.55 with one search (rag), and 0.57 after both stages
+  of training, with 1.07 searches for each question;
+- Qwen3-8B: 0.39, 0.62, and 0.64 with 1.13 searches.
+
+Flags for other rows of the papers:
+
+- The other data sets of the paper: --task.kind with --task.data-dir DIR and --eval.questions 20000.
+  The columns are direct, rag, both stages, and searches for each question with both stages, first
+  for Qwen3-4B and then for Qwen3-8B:
 
       triviaqa    0.48  0.73  0.83  1.03     0.61  0.70  0.81  1.01
       popqa       0.20  0.51  0.54  1.06     0.25  0.52  0.53  1.01
@@ -21,13 +25,14 @@ Rows by flags:
       musique     0.12  0.19  0.24  1.25     0.14  0.18  0.27  2.15
       bamboogle   0.37  0.50  0.61  1.44     0.48  0.54  0.56  1.22
 
-- Qwen3-8B and Qwen2.5-7B are other values of --init, whose engine fits too;
-- the prompt-based rows of DecEx-RAG, table 1, are --task.top-k 3 --agents direct chain_of_thought
-  rag iter_retgen ircot flare search_o1, and Search-R1 is --agent.style search_r1.
+- Qwen3-8B and Qwen2.5-7B: other values of --init. They fit too.
+- The prompt-based rows of DecEx-RAG, table 1: --task.top-k 3 --agents direct chain_of_thought rag
+  iter_retgen ircot flare search_o1.
+- Search-R1: --agent.style search_r1.
 
-Not run. It is for evaluation: a training step does not fit four chips. Limits are those of the
-paper's table 5, the embedder that of DecEx-RAG; its 21 million embeddings are searched by ScaNN in
-the host's memory.
+This configuration was never run. It is for evaluation only, because a training step does not fit
+four chips. The limits are those of the paper's table 5. The embedder is that of DecEx-RAG. ScaNN
+searches its 21 million embeddings in the memory of the host.
 """
 
 import dataclasses
@@ -64,9 +69,11 @@ def get_config() -> Config:
         agent=SingleConfig(
             prompt="zero_shot",
             style="reflect",
-            max_searches=4,  # of five turns the last answers
+            # The last of five turns answers.
+            max_searches=4,
             max_turn_tokens=8192,
-            max_trajectory_tokens=2048 + 16384,  # prompt and response
+            # A prompt and a response.
+            max_trajectory_tokens=2048 + 16384,
             max_observation_tokens=4096,
         ),
         engine=EngineConfig(

@@ -1,17 +1,17 @@
-"""QALD-10 over Wikidata, out of domain: a policy that was trained on 2Wiki-KG is scored, with
-Qwen2.5-7B on 32 chips (v5e:4x8).
+"""Evaluate Qwen2.5-7B, trained on 2Wiki-KG, out of domain on QALD-10, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.train configs/two_wiki_kg_v5e.py --init CHECKPOINT --run RUN --task.data-dir 2WIKI
     python -m mujica_jax.eval configs/qald10_v5e.py --checkpoint RUN --task.data-dir QALD
 
-Mujica-MyGO, table 5: EM 39.85 and F1 49.73; few-shot 27.92 and 37.11 (--init CHECKPOINT
---agent.prompt few_shot).
+Scores in the paper (Mujica-MyGO, table 5): EM 39.85 and F1 49.73, and 27.92 and 37.11 with few-shot
+prompts (--init CHECKPOINT --agent.prompt few_shot).
 
-Not run. All questions whose entities and answers the graph knows are the test: nothing is chosen on
-them, and none are for training. The graph is Wikidata's endpoint, as in the paper, or the one that
---task.index names (docs/guides/graphs.md). The triples of an entity that has more than 30 are ranked by
-bge-large-en-v1.5, as in the paper; --task.retriever bm25 ranks them by words. The rest is as in
-`two_wiki_kg_v5e.py`; `two_wiki_text_v5e.py` lists what is the paper's and what is ours.
+This configuration was never run. The test questions are all questions whose entities and answers
+the graph knows. Nothing is chosen on them, and none of them is used for training. The agent
+searches Wikidata's endpoint, as in the paper, or the graph that --task.index names
+(docs/guides/graphs.md). If an entity has more than 30 triples, bge-large-en-v1.5 ranks them, as in
+the paper. --task.retriever bm25 ranks them by words. All other settings are those of
+`two_wiki_kg_v5e.py`. `two_wiki_text_v5e.py` lists the paper's settings and ours.
 """
 
 import dataclasses

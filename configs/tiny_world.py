@@ -1,9 +1,10 @@
-"""The tiny world: MyGO from nothing, on two cores, in a few minutes.
+"""Train a new model with MyGO on the tiny world, on two CPU cores, in a few minutes.
 
     python -m mujica_jax.train
 
-A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and
-then improves on thousands of questions of which it only knows the answers.
+A decoder of 0.3 million parameters is first trained on generated text, then on a few hundred
+demonstrations. MyGO then improves it with thousands of questions, for which only the answers are
+given.
 """
 
 from mujica_jax.config.schema import (

@@ -1,17 +1,23 @@
-"""The tiny world with staged rewards: an agent that answers what it knows and searches for the
-rest, trained by DAPO.
+"""Train an agent with DAPO and staged rewards on the tiny world, on two CPU cores.
 
     python -m mujica_jax.train configs/tiny_world_dapo_staged.py
 
-About half of the questions are about common knowledge (`task.common_knowledge`): what they ask
-about stands in the text that the model reads before its demonstrations, which answer it from
-memory. Model, reading and warm-up are larger than the tiny world's, so that it reads and remembers
-(chosen on dev with one seed, docs/lab/experiments.md). The first stage rewards searching where an answer is
-wrong, the second one, from `staged.stage_two_round` on, answering without. In the table of the end,
-see how EM and searches move. `--staged.search False`, `--staged.answer False`, `--staged.stage-one
-False` and `--staged.stage-two False` are the ablations of the paper's table 4, `--staged.unified
-True` is its table 2. An attempt that generates more than 448 tokens is punished for its length, as
-in DAPO.
+The agent learns to answer from memory if it can and to search otherwise. About half of the
+questions are about common knowledge (`task.common_knowledge`). The pre-training text states their
+facts, and the demonstrations answer them from memory. The model, the pre-training and the warm-up
+are larger than those of `tiny_world.py`, so that the model can both read and remember. They were
+chosen on dev with one seed (docs/lab/experiments.md).
+
+In the first stage of the reward, searches reduce the penalty for a wrong answer. In the second
+stage, from round `staged.stage_two_round` on, searches reduce the reward for a right answer. The
+final table shows how EM and the number of searches change. As in DAPO, an attempt is punished for
+its length if it generates more than 448 tokens.
+
+Ablations of the paper "Learning When to Search":
+
+- table 4: `--staged.search False`, `--staged.answer False`, `--staged.stage-one False` or
+  `--staged.stage-two False`;
+- table 2: `--staged.unified True`.
 """
 
 import dataclasses
@@ -57,8 +63,10 @@ def get_config() -> Config:
             epochs=1,
             mini_batch_size=32,
             max_sampled_batches=4,
-            overlong_tokens=560,  # five turns at their limit
-            overlong_cache_tokens=112,  # a fifth of it, as in DAPO
+            # Five turns of the largest permitted length.
+            overlong_tokens=560,
+            # A fifth of `overlong_tokens`, as in DAPO.
+            overlong_cache_tokens=112,
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=5),

@@ -1,10 +1,11 @@
-"""The tiny world by DecEx-RAG: is a fact remembered, or searched for?
+"""Train a new model with DecEx-RAG on the tiny world, on two CPU cores.
 
     python -m mujica_jax.train configs/tiny_world_decex.py
 
-Over passages. About half of the questions are about common knowledge: what they ask about stands in
-the pre-training text, everything else in passages; names do not say which is which, and the rewards
-of the search trees do.
+The agent learns whether to recall a fact or to search for it. About half of the questions are about
+common knowledge, whose facts the pre-training text states. All other facts are only in the
+passages. The names in a question do not show which case it is. The agent has to learn it from the
+rewards of the search trees.
 """
 
 import dataclasses

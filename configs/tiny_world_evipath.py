@@ -1,17 +1,19 @@
-"""The tiny world with EviPath: a small language model teaches itself from answers and evidence.
+"""Train a new model with EviPath on the tiny world, as its own teacher, on two CPU cores.
 
     python -m mujica_jax.train configs/tiny_world_evipath.py
 
-The warm-up stands in for a language model that follows prompts. It shows the agent's own prompts
-(EviPath's tags) and those of the teacher. Then the warmed-up policy is the teacher: told answer and
-evidence, it writes trajectories, and the right ones are learnt.
+The paper uses a language model that follows prompts. Here the warm-up teaches the model the agent's
+prompts (with EviPath's tags) and the teacher's prompts. The warmed-up policy is then the teacher.
+It reads the answer and the evidence of each question and writes trajectories. Training uses those
+whose answer is right.
 
-`--method.mode deductive` has the same warm-up and therefore the same teacher, which is told
-neither; `--method.trajectories N` gives both modes the same number of right trajectories (the
-paper's table 4).
+Variants:
 
-`--method.teacher scripted` has no language model as teacher: the script replays the demonstrations
-of the warm-up for all questions, without mistakes.
+- `--method.mode deductive`: the same teacher reads neither answer nor evidence.
+  `--method.trajectories N` gives both modes the same number of right trajectories, as in table 4 of
+  the paper.
+- `--method.teacher scripted`: the teacher is a script, which plays the demonstrations of the
+  warm-up for all questions, without mistakes.
 """
 
 import dataclasses
@@ -22,11 +24,11 @@ from mujica_jax.config.schema import Config, EviPathConfig, MujicaConfig
 
 def get_config() -> Config:
     base = load_config("tiny_world")
-    assert isinstance(base.agent, MujicaConfig), "the tiny world is played by planner and workers"
+    assert isinstance(base.agent, MujicaConfig), "EviPath needs an agent with planner and workers"
     return dataclasses.replace(
         base,
         name="tiny_world_evipath",
-        # A conversation with the teacher also holds the answer and up to four triples.
+        # A conversation with the teacher also contains the answer and up to four triples.
         agent=dataclasses.replace(base.agent, protocol="evipath", max_trajectory_tokens=400),
         trainer=dataclasses.replace(base.trainer, sequence_length=320, batch_size=7),
         warmup=dataclasses.replace(base.warmup, steps=300),

@@ -1,9 +1,9 @@
-"""The tiny world with GRPO in MyGO's place: the same model, demonstrations and questions as
-`tiny_world.py`.
+"""Train a new model with GRPO on the tiny world, on two CPU cores.
 
     python -m mujica_jax.train configs/tiny_world_grpo.py
 
-`--method.kind dapo` has DAPO's clip and its dynamic sampling.
+Model, demonstrations and questions are those of `tiny_world.py`. With `--method.kind dapo` the
+method uses DAPO's clipping and dynamic sampling.
 """
 
 import dataclasses

@@ -1,17 +1,18 @@
-"""2WikiMultihopQA over its knowledge graph, with Llama-3.1-8B on 32 chips (v5e:4x8).
+"""Train Llama-3.1-8B with MyGO on 2WikiMultihopQA over a knowledge graph, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.train configs/two_wiki_kg_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-Mujica-MyGO, table 1: EM 85.93 and F1 91.61 after MyGO, 82.00 and 85.90 after the warm-up, 77.70 and
-82.09 few-shot.
+Scores in the paper (Mujica-MyGO, table 1): EM 85.93 and F1 91.61 after MyGO, 82.00 and 85.90 after
+the warm-up, 77.70 and 82.09 with few-shot prompts.
 
-What is searched is the graph of the data folder, or of --task.index. Without files of triples that
-is the gold evidences of the questions. The paper searched Wikidata, which is harder;
-`two_wiki_kg_v5e.py` says how to do so.
+The agent searches the graph of the data folder, or the graph that --task.index names. Without files
+of triples in the folder, the graph consists of the gold evidences of the questions. The paper
+searched Wikidata, which is harder; `two_wiki_kg_v5e.py` explains how to search it.
 
-Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The task is that of
-`two_wiki_kg_v5e.py`, the model that of `two_wiki_text_llama_8b_v5e.py`; all else is as in
-`two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
+This configuration was never run. Learning takes about 1.3 hours, estimated from its number of
+operations (docs/guides/evaluation.md). The task is that of `two_wiki_kg_v5e.py` and the model that
+of `two_wiki_text_llama_8b_v5e.py`. All other settings are those of `two_wiki_text_v5e.py`, which
+lists the paper's settings and ours.
 """
 
 import dataclasses

@@ -1,12 +1,14 @@
-"""2WikiMultihopQA over its knowledge graph, with a small decoder trained from scratch on two cores.
+"""Train a new small model with MyGO on 2WikiMultihopQA over a knowledge graph, on two CPU cores.
 
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
-DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A
-hash splits it into training and held-out questions (`split_dev_files`), so its scores are not those
-of the official dev set. With a file train* in DIR nothing of dev* is trained on. What is searched
-is the graph of DIR: its triples or, without such a file, the gold evidences of its questions. The
-paper searched Wikidata, which is harder.
+DIR contains a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...).
+A hash splits it into training and held-out questions (`split_dev_files`), so the scores are not
+those of the official dev set. If DIR contains a file train*, no question of dev* is used for
+training.
+
+The agent searches the graph of DIR. It consists of the file of triples or, if there is none, of the
+gold evidences of the questions. The paper searched Wikidata, which is harder.
 """
 
 from mujica_jax.config.schema import (

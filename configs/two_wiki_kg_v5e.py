@@ -1,21 +1,24 @@
-"""2WikiMultihopQA over its knowledge graph, with Qwen2.5-7B on 32 chips (v5e:4x8).
+"""Train Qwen2.5-7B with MyGO on 2WikiMultihopQA over a knowledge graph, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.train configs/two_wiki_kg_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-Mujica-MyGO, table 1: EM 77.63 and F1 84.15 after MyGO, 74.93 and 80.74 after the warm-up, 57.60 and
-62.24 few-shot (57.49 and 62.31 in the paper's first version). Rows by flags: table 4 (--agent.split
-False, --agent.parallel False).
+Scores in the paper (Mujica-MyGO, table 1): EM 77.63 and F1 84.15 after MyGO, 74.93 and 80.74 after
+the warm-up, 57.60 and 62.24 with few-shot prompts (57.49 and 62.31 in the first version of the
+paper). The ablations of table 4 have the flags --agent.split False and --agent.parallel False.
 
-What is searched: the graph of the data folder, which is its files of triples or, without such
-files, the gold evidences of its questions. There an entity has a few triples at most, so this is an
-easier task than the paper's, which searched Wikidata. `--task.index
-sparql+https://query.wikidata.org/sparql`, or another graph of Wikidata (docs/guides/graphs.md), searches
-what the paper searched. Up to 30 triples a search are ours; the paper does not say how many. Those
-of an entity that has more are ranked by bge-large-en-v1.5, as in the paper; --task.retriever bm25
-ranks them by words.
+The agent searches the graph of the data folder. It consists of the files of triples in the folder
+or, if there are none, of the gold evidences of the questions. In such a graph an entity has only a
+few triples. The paper searched Wikidata, which is harder. To search the same graph as the paper,
+use `--task.index sparql+https://query.wikidata.org/sparql` or another copy of Wikidata
+(docs/guides/graphs.md).
 
-All but the task is as in `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
-Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md).
+A search returns at most 30 triples. This number is ours, because the paper does not give one. If an
+entity has more triples, bge-large-en-v1.5 ranks them, as in the paper. --task.retriever bm25 ranks
+them by words.
+
+This configuration was never run. Learning takes about 1.2 hours, estimated from its number of
+operations (docs/guides/evaluation.md). All settings except the task are those of
+`two_wiki_text_v5e.py`, which lists the paper's settings and ours.
 """
 
 import dataclasses

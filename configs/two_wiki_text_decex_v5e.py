@@ -1,22 +1,25 @@
-"""2WikiMultihopQA over passages by DecEx-RAG, with Qwen2.5-7B-Instruct on 32 chips (v5e:4x8).
+"""Train Qwen2.5-7B-Instruct with DecEx-RAG on 2WikiMultihopQA, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_decex_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 
-DecEx-RAG, table 1, 2Wiki: EM 50.0 and F1 55.9 over all of Wikipedia; Search-R1 34.7 and 41.8.
+The agent searches passages.
 
-Branches, rollouts, iterations, documents and the threshold are those of the DecEx-RAG paper, as far
-as it has them (`methods/decex/tree.py`). Its 3,000 questions came from two data sets; here 1,000
-are of 2Wiki alone. The rates of SFT are ours. There is no warm-up: the trees are grown with the
-checkpoint. The paper's trees were written by Qwen3-30B-A3B, but for the retrieval decision; a
-second model behind an endpoint does that here too:
+Scores in the paper (DecEx-RAG, table 1, 2Wiki): EM 50.0 and F1 55.9 over all of Wikipedia, and 34.7
+and 41.8 for Search-R1.
+
+Branches, rollouts, iterations, documents and the threshold are those of the paper, where it gives
+them (`methods/decex/tree.py`). The paper uses 3,000 questions from two data sets; here 1,000
+questions come from 2Wiki only. The learning rates of SFT are ours. There is no warm-up: the
+checkpoint itself grows the search trees. In the paper Qwen3-30B-A3B writes the trees, except for
+the retrieval decisions. A second model behind an endpoint can do the same here:
 
     --method.remote.base-url URL --method.remote.model NAME --method.remote.mode chat --method.remote.tokenizer FOLDER
 
-A row of 8,192 tokens holds both conversations of a pair; a conversation of ours has at most 4,096
-tokens. `tests/models/test_tpu_compile.py` compiles the step of DPO; a whole run is still to come. The
-`model` section is not read with --init.
+A row of 8,192 tokens holds both conversations of a preference pair, each with at most 4,096 tokens.
+`tests/models/test_tpu_compile.py` compiles the training step of DPO, but this configuration was
+never run as a whole. With --init the section `model` is not read.
 """
 
 import dataclasses
@@ -38,8 +41,8 @@ def get_config() -> Config:
             max_trajectory_tokens=4096,
             max_observation_tokens=700,
         ),
-        # A row holds both conversations of a pair. Its step takes a gigabyte more than rows of half
-        # the length, which the engine's cache makes room for.
+        # A row holds both conversations of a preference pair. A step with such rows takes one
+        # gigabyte more than with rows of half the length, so the engine's cache is smaller.
         engine=dataclasses.replace(like.engine, kind="native", cache_gigabytes=3.0),
         trainer=dataclasses.replace(like.trainer, sequence_length=8192),
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),

@@ -1,16 +1,17 @@
-"""2WikiMultihopQA over passages, with Llama-3.1-8B on 32 chips (v5e:4x8).
+"""Train Llama-3.1-8B with MyGO on 2WikiMultihopQA over passages, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 
-Mujica-MyGO, table 1: EM 58.88 and F1 65.88 after MyGO, 58.03 and 64.81 after the warm-up, 37.83 and
-46.53 few-shot.
+Scores in the paper (Mujica-MyGO, table 1): EM 58.88 and F1 65.88 after MyGO, 58.03 and 64.81 after
+the warm-up, 37.83 and 46.53 with few-shot prompts.
 
-Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The training step
-compiles for this topology and fits (`tests/models/test_tpu_compile.py`). The engine splits Llama-3.1-8B's
-eight heads of keys over the four chips of a host. All but the model is as in
-`two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
+This configuration was never run. Learning takes about 1.3 hours, estimated from its number of
+operations (docs/guides/evaluation.md). The training step compiles for this topology and fits in
+memory (`tests/models/test_tpu_compile.py`). The engine splits the eight key heads of Llama-3.1-8B
+over the four chips of a host. All settings except the model are those of `two_wiki_text_v5e.py`,
+which lists the paper's settings and ours.
 """
 
 import dataclasses

@@ -1,15 +1,21 @@
-"""2WikiMultihopQA over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
-(v5e:2x2).
+"""Evaluate Qwen3-4B on 2WikiMultihopQA over Wikipedia, on 4 chips (v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/two_wiki_text_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts: 0.23 without search
-(direct), 0.41 with one (rag), 0.61 after both stages with 1.33 searches a question; Qwen3-8B 0.28,
-0.43 and 0.51 with 1.41. Index, rows by flags and all that is not the task are those of
-`nq_qwen3_4b_v5e.py`. Not run. Half of the dev file is the test; the paper trains on other questions
-of the set.
+A single agent decides when to search.
+
+Scores in the paper (Learning When to Search, table 1), as the share of answers that a judge
+accepts:
+
+- Qwen3-4B: 0.23 without a search (direct), 0.41 with one search (rag), and 0.61 after both stages
+  of training, with 1.33 searches for each question;
+- Qwen3-8B: 0.28, 0.43, and 0.51 with 1.41 searches.
+
+This configuration was never run. The index, the flags for other rows, and all settings except the
+task are those of `nq_qwen3_4b_v5e.py`. The test questions are half of the dev file. The paper
+trains on other questions of the data set.
 """
 
 import dataclasses
@@ -23,10 +29,11 @@ def get_config() -> Config:
     task = TwoWikiConfig(
         environment="text",
         data_dir="data/2wikimultihopqa",
-        # The highest share that is allowed, for files that are neither train* nor dev*: nothing is
-        # learnt here.
+        # The largest permitted share. It applies to files that are neither train* nor dev*, and
+        # this configuration does not train.
         hold_out_percent=99,
-        dev_questions=6_288,  # half of the dev file
+        # Half of the dev file.
+        dev_questions=6_288,
         test_questions=6_288,
         top_k=5,
         retriever="dense",

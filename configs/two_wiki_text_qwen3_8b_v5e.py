@@ -1,16 +1,18 @@
-"""2WikiMultihopQA over passages, with Qwen3-8B on 32 chips (v5e:4x8).
+"""Train Qwen3-8B with MyGO on 2WikiMultihopQA over passages, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_qwen3_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 
-No paper has this row: Mujica-MyGO trains Qwen2.5-7B and Llama-3.1-8B, and of Learning When to
-Search Qwen3-8B is scored by `nq_qwen3_4b_v5e.py` and `two_wiki_text_qwen3_4b_v5e.py`.
+No paper has scores for this combination. Mujica-MyGO trains Qwen2.5-7B and Llama-3.1-8B. For the
+scores of Qwen3-8B in Learning When to Search, see `nq_qwen3_4b_v5e.py` and
+`two_wiki_text_qwen3_4b_v5e.py`.
 
-Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The training step
-compiles for this topology and fits (`tests/models/test_tpu_compile.py`). The engine splits Qwen3-8B's
-eight heads of keys over the four chips of a host. All but the model is as in
-`two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
+This configuration was never run. Learning takes about 1.3 hours, estimated from its number of
+operations (docs/guides/evaluation.md). The training step compiles for this topology and fits in
+memory (`tests/models/test_tpu_compile.py`). The engine splits the eight key heads of Qwen3-8B over
+the four chips of a host. All settings except the model are those of `two_wiki_text_v5e.py`, which
+lists the paper's settings and ours.
 """
 
 import dataclasses

@@ -1,11 +1,14 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M as an agent that decides itself whether to
-search: staged rewards and DAPO. docs/lab/claims.md has the scores of a shortened run.
+"""Train SmolLM2-135M with DAPO and staged rewards on 2WikiMultihopQA, on two CPU cores.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_dapo_staged.py --task.data-dir DIR --init smollm2
 
-The warm-up learns demonstrations that a script plays over what BM25 finds: each of them searches.
-The paper's numbers (500 rounds of 32 questions, 32 attempts, learning rate 1e-6, a stage each) are
-for models of 4 to 8 billion parameters; these are for two cores.
+The agent decides itself whether to search. The warm-up trains on demonstrations that a script plays
+with the passages that BM25 finds. The script always searches. docs/lab/claims.md has the scores of
+a shorter run.
+
+The settings are small enough for two cores. The paper trains models of 4 to 8 billion parameters
+with 500 rounds of 32 questions in two stages, 32 attempts at each question, and a learning rate of
+1e-6.
 """
 
 import dataclasses
@@ -43,8 +46,10 @@ def get_config() -> Config:
             epochs=1,
             mini_batch_size=4,
             max_sampled_batches=3,
-            overlong_tokens=640,  # five turns at their limit
-            overlong_cache_tokens=128,  # a fifth of it, as in DAPO
+            # Five turns of the largest permitted length.
+            overlong_tokens=640,
+            # A fifth of `overlong_tokens`, as in DAPO.
+            overlong_cache_tokens=128,
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=5, embedder="minilm"),

@@ -1,10 +1,10 @@
-"""2WikiMultihopQA over passages by DecEx-RAG, with SmolLM2-135M.
+"""Train SmolLM2-135M with DecEx-RAG on 2WikiMultihopQA over passages, on two CPU cores.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_decex.py --task.data-dir DIR --init smollm2
 
-The warm-up learns demonstrations that a script plays over what BM25 finds: all of them search, and
-whether the model remembers enough is left to the trees. The `model` section is not read with
---init.
+The warm-up trains on demonstrations that a script plays with the passages that BM25 finds. The
+script always searches. The search trees then find out where the model remembers enough to answer
+without a search. With --init the section `model` is not read.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ def get_config() -> Config:
     return dataclasses.replace(
         like,
         name="two_wiki_text_smollm2_decex",
-        task=dataclasses.replace(like.task, triple_demonstrations=0),  # they teach a planner alone
+        # Demonstrations from triples are for planners, which this agent does not have.
+        task=dataclasses.replace(like.task, triple_demonstrations=0),
         agent=DecexConfig(
             prompt="brief",
             max_iterations=4,
@@ -26,7 +27,7 @@ def get_config() -> Config:
             max_trajectory_tokens=1536,
             max_observation_tokens=320,
         ),
-        # A row holds both conversations of a pair.
+        # A row holds both conversations of a preference pair.
         trainer=dataclasses.replace(like.trainer, sequence_length=3072, batch_size=1),
         sampling=SamplingConfig(questions_per_round=80, questions_per_shard=20, temperature=0.8),
         method=DecexTreeConfig(

@@ -1,16 +1,16 @@
-"""2WikiMultihopQA over passages with SmolLM2-135M and EviPath's prompts. docs/lab/claims.md has a
-shortened run.
+"""Train SmolLM2-135M with EviPath on 2WikiMultihopQA over passages, on two CPU cores.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_evipath.py --task.data-dir DIR --init smollm2
 
-SmolLM2 follows no prompt untrained, so no language model is the teacher here: the script is, which
-replays the demonstrations that a warm-up would show. It reads the paragraphs that the data set
-gives with each question, as far as `agent.max_observation_tokens` has room, and MiniLM chooses the
-passages that a worker must name. A language model teaches with `--method.teacher remote` (an
-endpoint) or `checkpoint`.
+Without training SmolLM2 cannot follow the teacher's prompts. The teacher is therefore a script,
+which plays the same demonstrations as a warm-up. It reads the paragraphs that the data set gives
+with each question, up to `agent.max_observation_tokens` tokens. MiniLM chooses the passages that a
+worker must name. To use a language model as the teacher, set `--method.teacher remote`, with an
+endpoint, or `--method.teacher checkpoint`.
 
-There is no warm-up: the first row of the table is SmolLM2 as it is. Rates and rows are those of the
-warm-up of `two_wiki_text_smollm2.py`. The `model` section is not read with --init.
+There is no warm-up, so the first row of the final table is SmolLM2 without training. Learning rates
+and rows are those of the warm-up of `two_wiki_text_smollm2.py`. With --init the section `model` is
+not read. docs/lab/claims.md has the scores of a shorter run.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from mujica_jax.config.schema import Config, EviPathConfig, MujicaConfig
 
 def get_config() -> Config:
     base = load_config(str(Path(__file__).with_name("two_wiki_text_smollm2.py")))
-    assert isinstance(base.agent, MujicaConfig), "passages are read by planner and workers there"
+    assert isinstance(base.agent, MujicaConfig), "EviPath needs an agent with planner and workers"
     return dataclasses.replace(
         base,
         name="two_wiki_text_smollm2_evipath",

@@ -1,9 +1,9 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/lab/claims.md scores
-a shortened run.
+"""Train SmolLM2-135M with GRPO on 2WikiMultihopQA over passages, on two CPU cores.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_grpo.py --task.data-dir DIR --init smollm2
 
-Task, warm-up and adapter are those of `two_wiki_text_smollm2.py`.
+Task, warm-up and adapter settings are those of `two_wiki_text_smollm2.py`. docs/lab/claims.md has
+the scores of a shorter run.
 """
 
 import dataclasses
@@ -18,9 +18,8 @@ def get_config() -> Config:
     return dataclasses.replace(
         base,
         name="two_wiki_text_smollm2_grpo",
-        trainer=dataclasses.replace(
-            base.trainer, accumulation_steps=4
-        ),  # an update of 12 rows at once takes 16 GB
+        # An update with all 12 rows at once would take 16 GB.
+        trainer=dataclasses.replace(base.trainer, accumulation_steps=4),
         sampling=dataclasses.replace(
             base.sampling, questions_per_round=16, questions_per_shard=8, temperature=1.0
         ),

@@ -1,32 +1,39 @@
-"""2WikiMultihopQA over passages, with Qwen2.5-7B on 32 chips (v5e:4x8).
+"""Train Qwen2.5-7B with MyGO on 2WikiMultihopQA over passages, on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
 
-Mujica-MyGO, table 1: EM 53.17 and F1 59.62 after MyGO, 50.18 and 56.25 after the warm-up, 23.35 and
-33.52 few-shot (12.41 and 19.71 in the paper's first version). Rows by flags: table 4 (--agent.split
-False, --agent.parallel False) and the baselines of table 3 (--agents of mujica_jax.eval).
+Scores in the paper (Mujica-MyGO, table 1): EM 53.17 and F1 59.62 after MyGO, 50.18 and 56.25 after
+the warm-up, 23.35 and 33.52 with few-shot prompts (12.41 and 19.71 in the first version of the
+paper). The ablations of table 4 have the flags --agent.split False and --agent.parallel False. The
+baselines of table 3 are `--agents` of mujica_jax.eval.
 
-From the paper: 20,000 questions, 1,000 a round, at most 16 attempts, 3 kept trajectories a
-question; AdamW with a plain cosine from 5e-7 to 1e-8; a warm-up on 300 few-shot trajectories with
-EM 1 by the same procedure, from 1e-5 to 1e-6; no replay of older rows; bge-large-en-v1.5, and five
-passages a search as in its table 8.
+From the paper:
 
-Ours, where the paper says nothing:
+- 20,000 questions, 1,000 in each round, at most 16 attempts and 3 kept trajectories for each
+  question
+- AdamW, and a learning rate that falls from 5e-7 to 1e-8 along a cosine
+- a warm-up with the same procedure on 300 few-shot trajectories with EM 1, from 1e-5 to 1e-6
+- no replay of older rows
+- the embedder bge-large-en-v1.5, and five passages for each search as in its table 8
 
-- one pass over the rows of a round, and one over those of the warm-up (`steps` is an upper bound
-  that one pass does not reach); one cosine over all rounds; batches of 32 rows of 4,096 tokens
-- AdamW's b1 0.9, b2 0.95, weight decay 0.01, gradients clipped at norm 1; bfloat16 for what is
-  multiplied
-- sampling at temperature 1, and at most four few-shot attempts a question
-- K begins at 0; the paper chooses its first K for each data set (--method.initial-threshold)
-- five turns of the planner, four searches a turn, and the limits of tokens
-- the wording of the prompts (`agents/protocol.py`); every evaluation is of 500 questions
+Ours, where the paper gives no setting:
 
-Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md). The training step
-compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has
-four heads of keys (`tests/models/test_tpu_compile.py`). The `model` section has the sizes that the
-checkpoint was published with; with --init those of the checkpoint are taken.
+- one epoch over the rows of a round and over those of the warm-up (one epoch takes fewer steps than
+  `warmup.steps` permits)
+- one cosine over all rounds, and batches of 32 rows of 4,096 tokens
+- b1 0.9, b2 0.95 and weight decay 0.01 for AdamW, gradients clipped at norm 1, and matrix products
+  in bfloat16
+- sampling temperature 1, and at most four few-shot attempts at each question
+- a first threshold K of 0; the paper chooses it for each data set (--method.initial-threshold)
+- five turns of the planner, four searches in a turn, and the limits on tokens
+- the wording of the prompts (`agents/protocol.py`), and 500 questions in every evaluation
+
+This configuration was never run. Learning takes about 1.2 hours, estimated from its number of
+operations (docs/guides/evaluation.md). The training step compiles for this topology and fits in
+memory. So does the engine, which uses four chips because Qwen2.5-7B has four key heads
+(`tests/models/test_tpu_compile.py`). The section `model` has the published sizes of the checkpoint.
+With --init the sizes are read from the checkpoint.
 """
 
 from mujica_jax.config.schema import (

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts share: the environment file, --dry-run, calls of gcloud and their errors, and the names of things.
-# Messages go to stderr; a mistake of the user ends with one sentence and status 2.
+# Functions that the scripts share: they read the environment file and common flags, call gcloud, explain its errors,
+# and name resources. Messages go to stderr. A mistake of the user ends the script with one sentence and status 2.
 set -euo pipefail
 
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -11,20 +11,23 @@ DRY_RUN='' YES=''
 ERRORS=$(mktemp)
 trap 'rm -f "$ERRORS"' EXIT
 
-exec 3>&2 # where a dry run prints its calls, whatever becomes of what they would say
+# A dry run prints its calls to this copy of stderr, also where the output of a call is captured or discarded.
+exec 3>&2
 say() { printf '%s\n' "$*" >&2; }
+# Print a message about something that was done. A dry run does nothing, so it prints no such message.
 achieved() { [ -n "$DRY_RUN" ] || say "$*"; }
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 2
 }
 
-usage() { # the comment at the top of the script
+# Print the comment at the top of the script.
+usage() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2
     exit "${1:-2}"
 }
 
-# Takes the flags that all scripts have off the front of the words; the rest is in REST.
+# Parse the common flags at the beginning of the arguments, and put the other arguments into REST.
 common_flags() {
     while [ $# -gt 0 ]; do
         case $1 in
@@ -42,25 +45,27 @@ common_flags() {
     done
     REST=("$@")
     local word
-    for word in "${REST[@]:1}"; do # a run that was meant to be a dry one would be billed
+    # A --dry-run further back would be passed on to the program, and the call would be real and billed.
+    for word in "${REST[@]:1}"; do
         [[ ! $word =~ ^--(dry-run|yes|env|detach)(=|$) ]] || die "$word comes too late: give it before $1"
     done
     read_env
 }
 
 read_env() {
-    [ -f "$ENV_FILE" ] || die "there is no file $ENV_FILE: cp launch/env.example launch/env and fill it in, or name another one with --env"
-    ENV_FILE=$(cd "$(dirname "$ENV_FILE")" && pwd)/${ENV_FILE##*/} # without a slash it would be looked for in PATH
+    [ -f "$ENV_FILE" ] || die "there is no file $ENV_FILE: run cp launch/env.example launch/env and fill it in, or name another file with --env"
+    # Make the path absolute, because bash searches PATH for a file whose name has no slash.
+    ENV_FILE=$(cd "$(dirname "$ENV_FILE")" && pwd)/${ENV_FILE##*/}
     bash -e "$ENV_FILE" >/dev/null 2>"$ERRORS" || die "$(<"$ERRORS"): a value with spaces needs quotes"
     # shellcheck source=env.example
     . "$ENV_FILE"
     local name
     for name in PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING BUCKET RUN; do
-        [ -n "${!name:-}" ] || die "$name is not set in $ENV_FILE: launch/env.example says what it is"
+        [ -n "${!name:-}" ] || die "$name is not set in $ENV_FILE: launch/env.example explains it"
     done
     SLICES=${SLICES:-1} FETCH=${FETCH:-} SECRETS=${SECRETS:-} LABELS=${LABELS:-} SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-}
     for name in $FETCH $SECRETS; do
-        [[ $name == ?*=?* ]] || die "$name in FETCH or SECRETS of $ENV_FILE has no =: launch/env.example shows both"
+        [[ $name == ?*=?* ]] || die "$name in FETCH or SECRETS of $ENV_FILE has no =: launch/env.example shows the form of both"
     done
     NETWORK=${NETWORK:-} SUBNETWORK=${SUBNETWORK:-} POLL_SECONDS=${POLL_SECONDS:-60}
     MAX_PREEMPTIONS=${MAX_PREEMPTIONS:-50} MAX_FAILURES=${MAX_FAILURES:-2}
@@ -74,13 +79,14 @@ read_env() {
     done
     [ "$SLICES" -ge 1 ] || die "SLICES is $SLICES and must be at least 1: change it in $ENV_FILE"
     [[ $BUCKET == gs://* ]] || die "BUCKET is $BUCKET and must begin with gs://: change it in $ENV_FILE"
-    [[ $RUN =~ ^[A-Za-z0-9._-]+$ ]] || die "RUN is $RUN and may hold letters, digits, '.', '_' and '-': change it in $ENV_FILE"
+    [[ $RUN =~ ^[A-Za-z0-9._-]+$ ]] || die "RUN is $RUN and may only contain letters, digits, '.', '_' and '-': change it in $ENV_FILE"
     BUCKET=${BUCKET%/}
-    # shellcheck disable=SC2034 # read by those who read this file
+    # shellcheck disable=SC2034 # read by the scripts that source this file
     RUN_DIRECTORY=$BUCKET/runs/$RUN
 }
 
-shown() { # a command as it could be typed
+# Print a command with the quotes that it needs in a shell.
+shown() {
     local word line=
     for word in "$@"; do
         if [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then line+=" $word"; else line+=" '${word//\'/\'\\\'\'}'"; fi
@@ -88,7 +94,7 @@ shown() { # a command as it could be typed
     printf '%s\n' "${line# }"
 }
 
-# A call that only looks. With --dry-run it is printed, and ASSUMED is its answer.
+# Call gcloud for information only. A dry run prints the call and returns ASSUMED as its answer.
 ask() {
     if [ -n "$DRY_RUN" ]; then
         shown gcloud "$@" >&3
@@ -98,7 +104,8 @@ ask() {
     gcloud "$@" 2>"$ERRORS"
 }
 
-# A call that changes something. What it says on stderr is shown when it has ended, and kept if it failed.
+# Call gcloud to change something. A dry run only prints the call. The stderr of the call is shown when it has ended. If
+# the call fails, the file ERRORS keeps it.
 act() {
     if [ -n "$DRY_RUN" ]; then
         shown gcloud "$@" >&3
@@ -115,32 +122,34 @@ act() {
 
 gcloud_error() { grep -m 1 -E '^error: |ERROR' "$ERRORS" || tail -n 1 "$ERRORS"; }
 
-# The last call failed: what a user can do about it, in a sentence.
+# End the script after a failed call of gcloud, with a sentence that says what the user can do.
 explained() {
     local said
     said=$(gcloud_error)
     case $said in
         *"API has not been used"* | *SERVICE_DISABLED* | *"is not enabled"*)
-            die "the Cloud TPU API is not enabled in project $PROJECT: gcloud services enable tpu.googleapis.com --project $PROJECT" ;;
+            die "the Cloud TPU API is not enabled in project $PROJECT: run gcloud services enable tpu.googleapis.com --project $PROJECT" ;;
         *[Qq]uota* | *QUOTA* | *RESOURCE_EXHAUSTED*)
-            die "project $PROJECT has no quota for $SLICES x $ACCELERATOR_TYPE ($PROVISIONING) in $ZONE: ask for it at https://console.cloud.google.com/iam-admin/quotas?project=$PROJECT, or change ZONE, ACCELERATOR_TYPE or PROVISIONING ($said)" ;;
+            die "project $PROJECT has no quota for $SLICES x $ACCELERATOR_TYPE ($PROVISIONING) in $ZONE: request it at https://console.cloud.google.com/iam-admin/quotas?project=$PROJECT, or change ZONE, ACCELERATOR_TYPE or PROVISIONING ($said)" ;;
         *PERMISSION_DENIED* | *"does not have permission"* | *403*)
-            die "you may not do this in project $PROJECT: the role TPU Admin is needed, or PROJECT in $ENV_FILE is another one's ($said)" ;;
+            die "you have no permission for this in project $PROJECT: get the role TPU Admin, or check PROJECT in $ENV_FILE ($said)" ;;
         *)
             die "$1: $said" ;;
     esac
 }
 
 need_gcloud() {
-    [ -n "$DRY_RUN" ] || command -v gcloud >/dev/null || die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
+    [ -n "$DRY_RUN" ] || command -v gcloud >/dev/null || die "gcloud is not installed: see https://cloud.google.com/sdk/docs/install"
     local account
     account=$(ASSUMED=you@example.com ask auth list --filter=status:ACTIVE --format='value(account)') || true
-    [ -n "$account" ] || die "nobody is logged in: gcloud auth login"
+    [ -n "$account" ] || die "you are not logged in to gcloud: run gcloud auth login"
 }
 
 zonal() { printf '%s\n' --project="$PROJECT" --zone="$ZONE"; }
 
-resource_state() { # ABSENT, or what the queued resource says: ACTIVE, WAITING_FOR_RESOURCES, SUSPENDED, ...
+# Print the state of the queued resource: ABSENT if it does not exist, else for example ACTIVE, WAITING_FOR_RESOURCES or
+# SUSPENDED.
+resource_state() {
     local state
     if state=$(ASSUMED=${ASSUMED_STATE:-ACTIVE} ask compute tpus queued-resources describe "$TPU_NAME" \
         --project="$PROJECT" --zone="$ZONE" --format='value(state.state)'); then
@@ -148,16 +157,17 @@ resource_state() { # ABSENT, or what the queued resource says: ACTIVE, WAITING_F
     elif grep -qiE 'NOT_FOUND|not found|does not exist' "$ERRORS"; then
         printf 'ABSENT\n'
     else
-        explained "cannot look at $TPU_NAME"
+        explained "the state of $TPU_NAME cannot be read"
     fi
 }
 
 need_active() {
     local state
     state=$(resource_state)
-    [ "$state" = ACTIVE ] || die "$TPU_NAME in $ZONE is $state: launch/create.sh makes it and waits until it is there"
+    [ "$state" = ACTIVE ] || die "$TPU_NAME in $ZONE is $state: launch/create.sh requests it and waits until it is ready"
 }
 
+# Print the names of the slices, one on each line.
 nodes() {
     local number
     if [ "$SLICES" -eq 1 ]; then
@@ -167,7 +177,8 @@ nodes() {
     fi
 }
 
-# on_workers all|NUMBER COMMAND: on every machine of every slice at once, or on one machine of the first slice
+# on_workers all|NUMBER COMMAND: run a command on all machines of all slices at the same time, or on one machine of the
+# first slice.
 on_workers() {
     local worker=$1 command=$2 node status=0 pids=() pid
     if [ "$worker" != all ]; then
@@ -186,23 +197,28 @@ remote() {
     act compute tpus tpu-vm ssh "$1" --project="$PROJECT" --zone="$ZONE" --worker="$2" --quiet --command="$3"
 }
 
-unreachable() { # the last call on the workers failed
+# End the script after a failed call on the workers.
+unreachable() {
     die "$1 on $TPU_NAME: $(gcloud_error)"
 }
 
-chips() { # of all slices, from the accelerator type: v5litepod-32 names chips, v4-32 names cores
+# Print the number of chips of all slices. It follows from the accelerator type: v5litepod-32 has 32 chips, v4-32 has 32
+# cores.
+chips() {
     local prefix=${ACCELERATOR_TYPE%-*} count=${ACCELERATOR_TYPE##*-} per_chip
     per_chip=$(awk -v prefix="$prefix" '$1 == prefix { print $2 }' "$LAUNCH/prices.tsv")
     [[ $count =~ ^[0-9]+$ && $per_chip =~ ^[0-9]+$ ]] || return 1
     printf '%s\n' $((count * SLICES / per_chip))
 }
 
-price() { # of one chip and hour
+# Print the price of one chip for one hour, in US dollars.
+price() {
     local column=3
     [ "$PROVISIONING" != spot ] || column=4
     awk -v prefix="${ACCELERATOR_TYPE%-*}" -v column=$column '$1 == prefix { print $column }' "$LAUNCH/prices.tsv"
 }
 
+# Ask the user a question. Succeed if the answer is yes, with --yes, and in a dry run.
 confirm() {
     [ -z "$YES$DRY_RUN" ] || return 0
     local answer=

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Score a run on all workers; the result lies below the run in the bucket.
+# Evaluate the run on all workers. The results are written to the folder eval-launch of the run, in the bucket.
 #
 #     launch/eval.sh [--dry-run] [--env FILE] [CONFIG] [--section.field value ...]
 #
-# Without CONFIG the run's own configuration counts. The output is that of python -m mujica_jax.eval.
+# Without CONFIG the run's own configuration is used. The script prints the output of python -m mujica_jax.eval.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 need_gcloud

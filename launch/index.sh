@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Build an index on the first worker and bring it to BUCKET/indexes/NAME; FETCH brings it to every worker.
+# Build an index on the first worker and copy it to BUCKET/indexes/NAME. The setting FETCH can copy it to every worker.
 #
 #     launch/index.sh [--dry-run] [--env FILE] NAME [flags of python -m mujica_jax.index build]
 #
-# As in: launch/index.sh two_wiki --corpus data/corpus_6119.json.gz --kind scann
-# Without --kind a corpus of more than 100,000 passages becomes a ScaNN index, and a smaller one an exact index.
-# One process on one host: the slice has to be of a single host, whose chips answer without the others.
+# Example: launch/index.sh two_wiki --corpus data/corpus_6119.json.gz --kind scann
+#
+# Without --kind, a corpus of more than 100,000 passages becomes a ScaNN index, and a smaller one an exact index. The
+# build is one process on one host. The slice must have a single host, because JAX cannot use the chips of one host of a
+# larger slice alone.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 [ ${#REST[@]} -ge 2 ] || usage
-[[ ${REST[0]} =~ ^[A-Za-z0-9._-]+$ ]] || die "the index is called ${REST[0]}: letters, digits, '.', '_' and '-'"
+[[ ${REST[0]} =~ ^[A-Za-z0-9._-]+$ ]] || die "the name of the index is ${REST[0]} and may only contain letters, digits, '.', '_' and '-'"
 need_gcloud
 need_active
 words=$(shown "${REST[@]:1}")

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# What a run printed: the last lines of one worker or of all.
+# Print the last lines that a run has printed on one worker or on all workers.
 #
 #     launch/logs.sh [--dry-run] [--env FILE] [--worker NUMBER|all] [--lines 50] [--follow]
+#
+# --follow also prints new lines as they come.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 worker=0 lines=50 follow=''
@@ -15,12 +17,12 @@ while [ $# -gt 0 ]; do
             shift
             ;;
         --follow) follow=follow ;;
-        *) die "logs.sh knows no $1: --worker, --lines, --follow" ;;
+        *) die "logs.sh has no flag $1: choose from --worker, --lines, --follow" ;;
     esac
     shift
 done
-[[ $worker == all || $worker =~ ^[0-9]+$ ]] || die "--worker is $worker: a number or all"
-[[ $lines =~ ^[0-9]+$ ]] || die "--lines is $lines: a number"
+[[ $worker == all || $worker =~ ^[0-9]+$ ]] || die "--worker is $worker and must be a number or all"
+[[ $lines =~ ^[0-9]+$ ]] || die "--lines is $lines and must be a number"
 need_gcloud
 need_active
 on_workers "$worker" "bash ~/mujica/src/launch/worker.sh log 'train-$RUN' $lines $follow" || unreachable "the log could not be read"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Sample for a run that a trainer leads, on every slice of this environment file: workers that may be preempted.
+# Sample trajectories for a training run, on every slice of this environment file. The slices may be preempted at any
+# time.
 #
 #     launch/sample.sh [--dry-run] [--env FILE] [flags of python -m mujica_jax.sample]
 #
-# Give the samplers an environment file of their own: the trainer's BUCKET and RUN, another TPU_NAME, spot. The trainer
-# runs with --sampling.workers external. One process a host: slices of a single host each, of which SLICES may be many.
+# The trainer must run with --sampling.workers external. The samplers need a separate environment file with the
+# trainer's BUCKET and RUN, and with another TPU_NAME. PROVISIONING may be spot. Each host runs one process, so every
+# slice must have a single host. SLICES may be any number.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 need_gcloud
@@ -12,4 +14,4 @@ need_active
 words=$(shown ${REST[@]+"${REST[@]}"})
 on_workers all "bash ~/mujica/src/launch/worker.sh start 'sample-$RUN' '$SECRETS' mujica_jax.sample --run '$RUN_DIRECTORY' $words" ||
     unreachable "the workers could not be started"
-say "they sample for $RUN_DIRECTORY until it is finished; launch/delete.sh ends them, and what they played is kept"
+say "the workers sample for $RUN_DIRECTORY until the run is finished; launch/delete.sh ends them, and finished samples are kept"

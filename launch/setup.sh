@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Bring this checkout to every worker: virtual environment, package with its extras, and the folders of FETCH. Every
-# worker has to see its chips. Called again with the same checkout, it installs nothing.
+# Install this checkout on every worker: a virtual environment, the package with its extras, and the folders of FETCH.
+# The script checks that every worker sees its chips. If the same checkout is already installed, it installs nothing.
 #
 #     launch/setup.sh [--dry-run] [--env FILE]
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
-[ ${#REST[@]} -eq 0 ] || die "setup.sh knows no ${REST[0]}"
+[ ${#REST[@]} -eq 0 ] || die "setup.sh has no argument ${REST[0]}: leave it out"
 need_gcloud
 need_active
 files() { (cd "$ROOT" && find mujica_jax configs launch pyproject.toml requirements.txt README.md LICENSE -type f ! -name '*.pyc' ! -name env | LC_ALL=C sort); }
@@ -24,6 +24,6 @@ else
         unreachable "the installation failed"
 fi
 if [ -n "$FETCH" ]; then
-    on_workers all "bash ~/mujica/src/launch/worker.sh fetch $FETCH" || unreachable "FETCH failed"
+    on_workers all "bash ~/mujica/src/launch/worker.sh fetch $FETCH" || unreachable "the folders of FETCH could not be copied"
 fi
-achieved "$TPU_NAME is set up: launch/train.sh CONFIG [flags]"
+achieved "$TPU_NAME is set up: start a run with launch/train.sh CONFIG [flags]"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# State of the slices and of the run, its last step, tokens a second and checkpoint, and what it has cost so far.
+# Print the state of the slices and of the run, its last step, tokens per second, checkpoint and policy, and the costs
+# of the slices so far.
 #
 #     launch/status.sh [--dry-run] [--env FILE]
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
-[ ${#REST[@]} -eq 0 ] || die "status.sh knows no ${REST[0]}"
+[ ${#REST[@]} -eq 0 ] || die "status.sh has no argument ${REST[0]}: leave it out"
 need_gcloud
 state=$(resource_state)
 printf 'slices      %s x %s (%s) in %s: %s\n' "$SLICES" "$ACCELERATOR_TYPE" "$PROVISIONING" "$ZONE" "$state"
@@ -26,6 +27,6 @@ if [ "$state" = ACTIVE ] && count=$(chips); then
     made=$(ASSUMED='' ask compute tpus tpu-vm describe "$(nodes | head -n 1)" --project="$PROJECT" --zone="$ZONE" --format='value(createTime.date(format=%s))') || made=''
     if [[ $made =~ ^[0-9]+$ ]]; then
         awk -v count="$count" -v price="$(price)" -v seconds=$(($(date +%s) - made)) 'BEGIN {
-            printf "cost        %.2f dollars since this slice was made (%.1f hours x %d chips x %.2f, launch/prices.tsv)\n", seconds / 3600 * count * price, seconds / 3600, count, price }'
+            printf "cost        %.2f dollars since this slice was created (%.1f hours x %d chips x %.2f, launch/prices.tsv)\n", seconds / 3600 * count * price, seconds / 3600, count, price }'
     fi
 fi

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What the other scripts run on every worker, where the checkout lies in ~/mujica/src.
+# The commands that the other scripts run on every worker. The checkout is in ~/mujica/src there.
 #
-#     worker.sh install ID EXTRAS PLATFORM      Python, virtual environment, package, and a look at the chips
-#     worker.sh fetch SOURCE=FOLDER ...         gs:// folders to ~/mujica/FOLDER
-#     worker.sh start UNIT SECRETS MODULE ...   python -m MODULE ..., as a systemd unit that outlives the ssh session
-#     worker.sh state UNIT                      absent, running, lost, or "ended STATUS"
-#     worker.sh log UNIT LINES [follow]
-#     worker.sh stop UNIT                       SIGTERM: a run saves where it is and ends
+#     worker.sh install ID EXTRAS PLATFORM      install Python and the package, and check the chips
+#     worker.sh fetch SOURCE=FOLDER ...         copy gs:// folders to ~/mujica/FOLDER
+#     worker.sh start UNIT SECRETS MODULE ...   run python -m MODULE ... as a systemd unit beyond the ssh session
+#     worker.sh state UNIT                      print absent, running, lost, or "ended STATUS"
+#     worker.sh log UNIT LINES [follow]         print the last lines of the log
+#     worker.sh stop UNIT                       send SIGTERM, so that a run saves its state and ends
 set -euo pipefail
 BASE=$HOME/mujica
 PYTHON=$BASE/venv/bin/python
@@ -30,14 +30,14 @@ install() {
         $found -m venv "$BASE/venv"
     fi
     "$PYTHON" -m pip install --quiet "$BASE/src${extras:+[$extras]}" || die "the package could not be installed"
-    # All workers ask at once: the chips of a slice answer when every host of it has come.
+    # All workers check at the same time, because JAX sees the chips of a slice only when all of its hosts have started.
     "$PYTHON" - "$platform" <<'PYTHON'
 import socket, sys
 import jax
 devices = jax.local_devices()
 print(f"{socket.gethostname()}: {len(devices)} x {devices[0].device_kind}")
 if jax.default_backend() != sys.argv[1]:
-    sys.exit(f"error: {socket.gethostname()}: JAX sees {jax.default_backend()} and no {sys.argv[1]}")
+    sys.exit(f"error: {socket.gethostname()}: JAX uses {jax.default_backend()} and finds no {sys.argv[1]}")
 PYTHON
     printf '%s\n' "$id" >"$BASE/installed"
 }
@@ -57,8 +57,8 @@ start() {
     mkdir -p "$folder"
     case $(state "$unit") in
         running)
-            [ "$(cat "$folder/command")" = "$*" ] || die "$unit runs already with other words: $(cat "$folder/command")"
-            echo "$(hostname): $unit runs already"
+            [ "$(cat "$folder/command")" = "$*" ] || die "$unit is already running with other arguments: $(cat "$folder/command")"
+            echo "$(hostname): $unit is already running"
             return
             ;;
     esac
@@ -70,7 +70,8 @@ start() {
     echo "$(hostname): $unit started"
 }
 
-# Inside the unit. Secrets are read here and live in the environment of the program alone.
+# Run the program, inside of the systemd unit. The secrets are read here, and only the environment of the program has
+# them.
 run() {
     local unit=$1 secrets=$2 folder=$BASE/units/$1 pair value status=0
     shift 2
@@ -78,13 +79,13 @@ run() {
     exec >>"$folder/log" 2>&1
     for pair in $secrets; do
         value=$(gcloud secrets versions access latest --secret="${pair#*=}" 2>/dev/null) || {
-            echo "error: the secret ${pair#*=} cannot be read: the service account needs Secret Manager Secret Accessor"
+            echo "error: the secret ${pair#*=} cannot be read: give the service account the role Secret Manager Secret Accessor"
             echo 2 >"$folder/status"
             exit 2
         }
         export "${pair%%=*}=$value"
     done
-    # systemd sends SIGTERM to the program too; the shell waits for it and writes its status down.
+    # systemd sends SIGTERM to the program too. The shell waits for the program and then writes its status to a file.
     trap ':' TERM
     "$PYTHON" -m "$@" &
     local child=$!
@@ -103,7 +104,7 @@ state() {
     elif [ -f "$folder/status" ]; then
         echo "ended $(cat "$folder/status")"
     elif [ -f "$folder/command" ]; then
-        echo lost # the machine started again, or the unit was killed
+        echo lost # the machine was restarted, or the unit was killed
     else
         echo absent
     fi

@@ -1,6 +1,7 @@
-"""Errors a user can cause.
+"""The errors that a user can cause.
 
-An entry point prints their sentence and exits with 2. All other errors keep their traceback.
+A program prints the message of such an error and exits with status 2. Every other exception ends
+the program with its traceback.
 """
 
 import difflib
@@ -8,11 +9,14 @@ from collections.abc import Collection
 
 
 class UserError(ValueError):
-    """One sentence for the user: what is wrong, both values where two disagree, and what to do."""
+    """A mistake of the user.
+
+    The message says what is wrong, both values if two disagree, and what to do.
+    """
 
 
 class StoreError(UserError):
-    """A run directory or one of its objects is not what its manifest says."""
+    """A run directory, or an object in it, does not match its manifest."""
 
 
 class RunMismatchError(UserError):
@@ -20,15 +24,15 @@ class RunMismatchError(UserError):
 
 
 class StoreUnavailableError(UserError):
-    """A store did not answer within its deadline.
+    """A storage service did not answer within its deadline.
 
-    Its objects are unknown, so none counts as damaged.
+    The state of its objects is then unknown. None of them counts as damaged.
     """
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return a hint for a name that is not known."""
+    """Return a hint for an unknown name: the closest known name, or else all known names."""
     matches = difflib.get_close_matches(name, known, n=1)
     if matches:
         return f"did you mean {matches[0]}?"
-    return f"there are: {', '.join(known)}"
+    return f"choose from {', '.join(known)}"

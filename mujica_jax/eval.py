@@ -1,4 +1,4 @@
-"""Evaluate a policy on the held-out questions again: by question kind, greedily and sampled.
+"""Evaluate a policy on held-out questions, with greedy and with sampled decoding.
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] \\
@@ -9,23 +9,31 @@
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
         --remote.tokenizer DIR [...]
 
-RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A
-Hugging Face directory needs the name of a configuration, as `train` takes it. Given with a run, the
-configuration replaces the run's own, so that a policy is scored out of domain
-(`configs/musique_v5e.py`). The agent stays the one that the policy was trained as, and a line says
-so where the configuration names another. Flags `--agent.*` change it; `--agent.kind` may name the
-configuration's agent, which then is played as the configuration describes it. `--init` is another
-name of `--checkpoint`, for models that are no run; an adapter that a run wrote
-(RUN/policies/N/adapter) brings the configuration of its run. Flags change what is evaluated:
-another seed, more questions, other limits, or the passages of a task whose graph the policy was
-trained on (`--task.environment text`). With `--agents direct rag` and `--tasks CONFIG` other agents
-and tasks are evaluated as well, and compared with the first agent by a paired bootstrap. A model
-behind an OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts
-that its agent.prompt names (docs/guides/endpoints.md).
+What can be evaluated:
 
-Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out; an agent
-other than mujica stands in the name), the greedy predictions beside it as JSON lines and their
-trajectories as Parquet. The same command goes on where an earlier one was killed.
+- A run directory RUN. Its latest policy is evaluated with the configuration in RUN/config.json. If
+  the command also names a configuration, that one replaces the run's own. This scores a policy out
+  of domain, for example with `configs/musique_v5e.py`.
+- A model outside of a run: a Hugging Face directory, a GGUF file, or `smollm2`. It needs the name
+  of a configuration. `--init` is another name of `--checkpoint` for such models.
+- A model with an adapter that a run wrote (RUN/policies/N/adapter). The configuration of that run
+  is the default.
+- A model behind an OpenAI-compatible endpoint. It needs a configuration, whose `agent.prompt`
+  chooses the prompts (docs/guides/endpoints.md).
+
+A policy of a run plays the agent that it was trained as, even if the configuration names another
+agent; a console line then says so. Flags `--agent.*` change the agent. If `--agent.kind` names the
+agent of the configuration, that agent is played with all its settings from the configuration.
+
+Other flags change what is evaluated: the seed, the number of questions, limits, or the environment.
+For example, `--task.environment text` searches passages although the policy was trained on a graph.
+`--agents direct rag` and `--tasks CONFIG` add agents and tasks. A paired bootstrap then compares
+each agent with the first one.
+
+The scores are written to RUN/eval/<task>-<environment>-<split>.json. Without a run the folder is
+./eval, and --out names another one. The file name includes the agent if it is not mujica. The
+greedy predictions (JSON lines) and trajectories (Parquet) are in the same folder. If the program is
+killed, the same command continues where it stopped.
 """
 
 import dataclasses
@@ -60,48 +68,60 @@ from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import RunPath, run_path
 from mujica_jax.tasks.data_folder import check_data_dir
 
-ADAPTER_WANTED = "give --adapter a folder as RUN/policies/N/adapter"
-HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
+ADAPTER_WANTED = "give --adapter the folder of an adapter, such as RUN/policies/N/adapter"
+# Without a checkpoint, --help shows the values of this configuration as defaults.
+HELP_CONFIG = "tiny_world"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArguments:
     """Evaluate a policy on held-out questions.
 
-    The sections are those of a configuration that matter to it.
+    The sections are those parts of a configuration that matter for an evaluation.
     """
 
-    # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face
-    # directory, a GGUF file, or smollm2.
+    # The model to evaluate: a run directory (local or gs://BUCKET/PREFIX). With the name of a
+    # configuration also a Hugging Face directory, a GGUF file, or smollm2.
     checkpoint: str | None
-    # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
+    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
     adapter: str | None = None
-    # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
+    # Number of the run's policy to evaluate: 0 is the policy after the warm-up, N the policy after
+    # round N. Without this flag it is the latest policy.
     policy: int | None = None
-    # Another checkpoint or run that writes as mujica's worker; it has the tokenizer of the first.
+    # Another checkpoint or run directory, whose model writes the worker's turns of a mujica agent.
+    # It must have the same tokenizer as the model to evaluate.
     worker: str | None = None
-    out: str | None = None  # folder of the results (default: RUN/eval, or eval)
-    # further kinds, with the limits of `agent`: all are compared in one table
+    # Folder of the results. The default is RUN/eval for a run directory and ./eval otherwise.
+    out: str | None = None
+    # Kinds of further agents to evaluate, with the limits of the section `agent`. One table
+    # compares all agents.
     agents: tuple[str, ...] = ()
-    # configurations whose tasks are evaluated as well, by the same agents
+    # Names of configurations whose tasks are evaluated too, with the same agents.
     tasks: tuple[str, ...] = ()
-    # a second time at eval.temperature; False: greedily alone, in half the time
+    # Evaluate a second time with answers sampled at eval.temperature. False evaluates only greedy
+    # decoding and takes half the time.
     sampled: bool = True
-    # times a question is sampled; its sampled score is the mean
+    # How many times each question is sampled. The sampled score is the mean over these samples.
     samples: int = 1
-    # An earlier result on the same questions, as OUT/two_wiki-text-dev.json: the differences to it
-    # are printed too, with intervals paired over the questions.
+    # File of an earlier result on the same questions, such as OUT/two_wiki-text-dev.json. The
+    # program also prints the differences to it, with intervals paired over the questions.
     beside: str | None = None
-    plot: bool = False  # a picture of the table too (extra `plots`)
-    # a question of yours over the task's passages: shows how it is answered, in place of scores
+    # Also draw the comparison table as a picture. This needs the extra `plots`.
+    plot: bool = False
+    # A question in your own words. The agent answers it over the passages of the task, and the
+    # program shows how, instead of computing scores.
     ask: str | None = None
 
     task: schema.TaskConfig
     agent: schema.AgentConfig
     engine: schema.EngineConfig
     eval: schema.EvalConfig
+
+    # Name of the reward to record with each prediction. It does not change EM and F1.
     reward: str
+    # Seed of the sampled answers.
     seed: int
+
     remote: RemoteConfig
     judge: schema.JudgeConfig
     faults: schema.FaultConfig
@@ -111,10 +131,12 @@ class EvalArguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status.
 
-    0: done, or ended by SIGTERM with its parts kept. 2: a mistake of the user's. 130: interrupted.
+    - 0: the program finished, or SIGTERM ended it and the finished parts are kept.
+    - 2: the user made a mistake.
+    - 130: Ctrl-C ended the program.
     """
     preemption = Preemption(kept_text="what was evaluated is kept")
-    preemption.then = "the same command goes on"
+    preemption.then = "run the same command again to continue"
 
     def program() -> None:
         words = sys.argv[1:] if arguments is None else arguments
@@ -123,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         distributed.start(options.distributed, preemption.on_notice)
         configs = all_configs(options, config)
 
-        # What writes: a policy or an endpoint, and on demand another worker and a judge.
+        # Find the models: a policy or an endpoint, and optionally a separate worker and a judge.
         if options.remote.base_url is None:
             policy = distributed.primary_first("the policy", lambda: find_checkpoint(options))
         else:
@@ -140,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.judge.base_url is not None:
             judge = open_endpoint(options.judge, policy.out)
 
-        # Imported here: a mistake in the arguments is answered before JAX has started.
+        # This import starts JAX. It comes late so that mistakes in the arguments are reported fast.
         from mujica_jax.runs.evaluate import Models, evaluate, show_answer
 
         models = Models(policy=policy, worker=worker, judge=judge)
@@ -163,16 +185,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_configs(options: EvalArguments, config: Config) -> list[Config]:
-    """Return the configuration of every task and agent to evaluate.
+    """Return one configuration for each pair of a task and an agent to evaluate.
 
-    Raises UserError before anything is loaded.
+    Raises UserError if arguments contradict each other. No model is loaded before this check.
     """
     _check_worker(options, config)
     _check_samples(options)
     if options.ask is not None:
         _check_ask(options.ask, options, config.task)
     if options.plot and not (options.agents or options.tasks):
-        raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
+        raise UserError(
+            "--plot draws a comparison, and only one result is asked for: add --agents or --tasks, "
+            "or leave --plot out"
+        )
 
     tasks = [config.task]
     for name in options.tasks:
@@ -193,35 +218,36 @@ def all_configs(options: EvalArguments, config: Config) -> list[Config]:
 
 
 def _check_worker(options: EvalArguments, config: Config) -> None:
-    """Check that a worker's policy is given for the one agent that has workers."""
+    """Check that a worker's policy is only given for mujica, the only agent that has workers."""
     is_mujica_alone = config.agent.kind == "mujica" and not options.agents
     if options.worker is not None and not is_mujica_alone:
         raise UserError(
-            f"--worker is {options.worker}, and of "
-            f"{', '.join((config.agent.kind, *options.agents))} only mujica has workers: leave it "
-            "out, or evaluate mujica alone"
+            f"--worker is {options.worker} and the agents are "
+            f"{', '.join((config.agent.kind, *options.agents))}, but only mujica has workers: "
+            "leave --worker out, or evaluate mujica alone"
         )
 
 
 def _check_samples(options: EvalArguments) -> None:
-    """Check the number of samples, and that only one result is compared with an earlier one."""
+    """Check the number of samples, and that --beside compares only one new result."""
     if options.samples < 1:
         raise UserError(f"--samples is {options.samples} and must be at least 1")
     if options.samples > 1 and not options.sampled:
         raise UserError(
-            f"--samples is {options.samples} and --sampled is False: leave one of them out"
+            f"--samples is {options.samples} and --sampled is False, which takes no samples: leave "
+            "one of them out"
         )
     if options.beside is not None and (options.agents or options.tasks):
         raise UserError(
-            f"--beside is {options.beside} and there are several results: leave out --agents and "
-            "--tasks, which compare by themselves"
+            f"--beside is {options.beside} and compares a single result, but --agents or --tasks "
+            "ask for several: leave out --beside, or leave out --agents and --tasks"
         )
 
 
 def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -> None:
-    """Check that a question of the user's can be asked, and that nothing else is."""
+    """Check that the task can answer a free question, and that no comparison is asked for."""
     if not question.strip():
-        raise UserError(f"--ask is {question!r} and no question: write one between quotes")
+        raise UserError(f"--ask is {question!r}, which is empty: write a question between quotes")
 
     environment = getattr(task, "environment", "of its own")
     setting = getattr(task, "setting", "open")
@@ -229,8 +255,8 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     if task.kind == "tiny_world" or not shares_passages:
         raise UserError(
             f"--ask is {question!r} and {task.kind} has environment {environment}, setting "
-            f"{setting}: a question of yours comes with no entities and no passages; ask over "
-            "passages that all questions share"
+            f"{setting}: your own question has no entities and no passages of its own, so it needs "
+            "a task whose questions all search the same passages (environment text, setting open)"
         )
 
     comparisons = {
@@ -243,13 +269,13 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     for name, value in comparisons.items():
         if value:
             raise UserError(
-                f"--ask is {question!r} and --{name} is given: one agent answers, and "
-                "nothing is compared"
+                f"--ask is {question!r} and --{name} is given too: --ask lets one agent answer and "
+                f"compares nothing; leave out --ask or --{name}"
             )
 
 
 def _check_files_differ(configs: Sequence[Config]) -> None:
-    """Check that no two evaluations are written into one file."""
+    """Check that every evaluation is written to a file of its own."""
     file_names = []
     for config in configs:
         environment = getattr(config.task, "environment", "")
@@ -258,16 +284,18 @@ def _check_files_differ(configs: Sequence[Config]) -> None:
     for name in file_names:
         if file_names.count(name) > 1:
             raise UserError(
-                f"{name} is asked for twice and would be written into one file: name each once"
+                f"{name} is asked for twice, and both results would have the same file name: name "
+                "each task and agent once"
             )
 
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
-    """Return the arguments of `[CONFIG] --checkpoint DIR [flags]`, and the whole configuration.
+    """Parse `[CONFIG] --checkpoint DIR [flags]`.
 
-    The flags change the sections of the configuration.
+    Returns the parsed arguments, and the full configuration with the changes by the flags. Raises
+    UserError.
     """
-    # These words decide which configuration the other flags change.
+    # Read the arguments that decide which configuration the other flags change.
     words = init_as_checkpoint(arguments)
     name = take_file(words)
     checkpoint = _flag_value(words, "--checkpoint")
@@ -275,7 +303,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     _check_endpoint(words, name=name, checkpoint=checkpoint, remote_url=remote_url)
     config = _base_config(words, name=name, checkpoint=checkpoint)
 
-    # The flags change the sections of that configuration.
+    # Parse the other flags. The sections of that configuration are their defaults.
     section_names = vars(config).keys() & {
         field.name for field in dataclasses.fields(EvalArguments)
     }
@@ -283,9 +311,9 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     sections["task"] = uncapped(config.task)
     reward = _flag_value(words, "--reward") or config.reward
     if not needs_judge(reward, config.staged):
-        # The run was not trained by a judge. Flags may name one for scores.
+        # The run was trained without a judge. Flags can name a judge that scores the answers.
         sections["judge"] = schema.JudgeConfig()
-    # A run's own section says which machines trained it.
+    # The section of a run describes the machines that trained it, not this machine.
     sections["distributed"] = schema.DistributedConfig()
     needs_checkpoint = remote_url is None and checkpoint is None
     defaults = EvalArguments(
@@ -297,10 +325,10 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
 
     changed_sections = {name: getattr(options, name) for name in section_names}
     if isinstance(options.task, schema.TwoWikiConfig):
-        # Copies are for demonstrations, and of graphs only.
+        # Augmented copies of graphs are for demonstrations only.
         changed_sections["task"] = dataclasses.replace(options.task, augmented_copies=0)
     if remote_url is not None:
-        # An endpoint has an engine of its own, and may give log-probabilities.
+        # The endpoint uses its own engine, so the configured engine does not matter.
         changed_sections["engine"] = dataclasses.replace(
             options.engine, kind="native", factory=None
         )
@@ -315,25 +343,26 @@ def _check_endpoint(
 ) -> None:
     """Check the flags of an endpoint.
 
-    It comes with a configuration, without a checkpoint and with an address. Raises UserError.
+    An endpoint needs an address and a configuration, and excludes a checkpoint. Raises UserError.
     """
     if remote_url is not None and (name is None or checkpoint is not None):
         raise UserError(
-            f"--remote.base-url is {remote_url}: an endpoint is evaluated under a configuration "
-            f"and without a checkpoint, as in `python -m mujica_jax.eval {HELP_CONFIG} "
+            f"--remote.base-url is {remote_url}: an endpoint needs the name of a configuration and "
+            f"excludes a checkpoint; run `python -m mujica_jax.eval {HELP_CONFIG} "
             f"--remote.base-url {remote_url} ...`"
         )
     remote_flags = [word for word in words if word.startswith("--remote.")]
     if remote_flags and remote_url is None and checkpoint is None:
         raise UserError(
-            f"{remote_flags[0]} is given and there is no endpoint: give --remote.base-url too"
+            f"{remote_flags[0]} is given without the address of an endpoint: add --remote.base-url"
         )
 
 
 def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | None) -> Config:
     """Return the configuration that the flags change.
 
-    It is the named one, or that of the run which trained the policy.
+    It is the named configuration. Without a name, it is the configuration of the run that trained
+    the policy or the adapter.
     """
     adapter = _flag_value(words, "--adapter")
     if name is None and adapter is not None:
@@ -341,7 +370,7 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
             Path(adapter),
             "--init ... --adapter",
             if_missing=ADAPTER_WANTED,
-            if_no_run="has no config.json of the run that made it: name a configuration",
+            if_no_run="has no config.json of the run that wrote it: name a configuration",
         )
     if name is None and checkpoint is not None:
         return _config_left_in(
@@ -349,7 +378,7 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
             "--checkpoint",
             if_missing=WANTED,
             if_no_run=(
-                "is no run directory: a Hugging Face directory is evaluated under a configuration"
+                "is not a run directory: to evaluate a Hugging Face directory, name a configuration"
             ),
         )
     config = load_config(name or HELP_CONFIG)
@@ -360,9 +389,9 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
 
 
 def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
-    """Return the task without its caps on held-out questions.
+    """Return the task without its limits on the number of held-out questions.
 
-    `eval.questions`, or a flag, decides how many are asked.
+    The setting `eval.questions` decides how many questions are asked.
     """
     if not isinstance(task, schema.TwoWikiConfig):
         return task
@@ -370,9 +399,9 @@ def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
 
 
 def other_agent(arguments: Sequence[str]) -> str | None:
-    """Return a line for the user if the configuration names another agent than the policy plays.
+    """Return a console line if the policy plays another agent than the configuration names.
 
-    None if it names the same agent, or if no configuration is named.
+    Returns None if both are the same agent, or if the arguments name no configuration.
     """
     words = init_as_checkpoint(arguments)
     name = take_file(words)
@@ -383,8 +412,8 @@ def other_agent(arguments: Sequence[str]) -> str | None:
     named_agent = load_config(name).agent
     if named_agent.kind != trained_agent.kind:
         return (
-            f"the policy plays {trained_agent.kind}, as it was trained; {name} says "
-            f"{named_agent.kind}: --agent.kind changes it"
+            f"the policy plays the agent {trained_agent.kind}, as in its training; {name} names "
+            f"{named_agent.kind}, and --agent.kind {named_agent.kind} selects it"
         )
 
     differences = []
@@ -395,15 +424,15 @@ def other_agent(arguments: Sequence[str]) -> str | None:
     if not differences:
         return None
     return (
-        f"the policy plays as it was trained, not as {name} says: {', '.join(differences)}; flags "
-        "--agent.* change it"
+        f"the policy plays with the settings of its training, not with those of {name}: "
+        f"{', '.join(differences)}; flags --agent.* change them"
     )
 
 
 def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
-    """Return the agent that a run's policy or adapter was trained as, if that one is to be played.
+    """Return the agent that the policy or adapter was trained as, if it plays this agent now.
 
-    None where the checkpoint comes from no run, and where `--agent.kind` names another agent.
+    Returns None if no run made the checkpoint, or if `--agent.kind` names another agent.
     """
     folder = _folder_of_run(_flag_value(words, "--checkpoint"), _flag_value(words, "--adapter"))
     if folder is None:
@@ -414,10 +443,9 @@ def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
 
 
 def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | None:
-    """Return the folder with the configuration that a policy was trained by.
+    """Return the folder with the training configuration of a policy, or None.
 
-    It is a run's own folder or an adapter's. The model of one policy, RUN/policies/N/model, belongs
-    to RUN.
+    It is the folder of the run or of the adapter. For a model RUN/policies/N/model it is RUN.
     """
     folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
     for folder in tuple(folders):
@@ -434,19 +462,20 @@ def find_endpoint(options: EvalArguments) -> Endpoint:
     """Return the model behind the endpoint that the flags describe."""
     if options.adapter is not None:
         raise UserError(
-            f"--adapter is {options.adapter} and an endpoint has its own model: leave --adapter out"
+            f"--adapter is {options.adapter} and an adapter cannot be added to the model of an "
+            "endpoint: leave --adapter out"
         )
     if options.policy is not None:
         raise UserError(
-            f"--policy is {options.policy} and {options.remote.base_url} is no run directory: "
-            "leave --policy out"
+            f"--policy is {options.policy} and {options.remote.base_url} is an endpoint, which has "
+            "a single policy: leave --policy out"
         )
     return open_endpoint(options.remote, run_path(options.out or "eval"))
 
 
 def find_checkpoint(options: EvalArguments) -> Checkpoint:
     """Return the policy to evaluate."""
-    assert options.checkpoint is not None, "only an endpoint is evaluated without one"
+    assert options.checkpoint is not None, "only an endpoint is evaluated without a checkpoint"
     policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
     if options.out or policy.run is None:
         folder = run_path(options.out or "eval")
@@ -456,19 +485,20 @@ def find_checkpoint(options: EvalArguments) -> Checkpoint:
 
 
 def _config_left_in(folder: RunPath, flag: str, *, if_missing: str, if_no_run: str) -> Config:
-    """Return the configuration of a run directory, or of the run that wrote an adapter.
+    """Return the configuration that a run left in its own folder or in an adapter's folder.
 
-    `if_missing` and `if_no_run` end the errors for such a folder.
+    `if_missing` ends the error message for a folder that does not exist, and `if_no_run` the one
+    for a folder without a configuration. Raises UserError.
     """
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {if_missing}")
     if (folder / "adapter" / "adapter_config.json").exists():
         raise UserError(
-            f"{folder} is a policy of a run: give --adapter {folder / 'adapter'}, or --checkpoint "
-            "RUN --policy N"
+            f"{folder} is one policy of a run: give --adapter {folder / 'adapter'}, or "
+            "--checkpoint RUN --policy N"
         )
     if (folder / "model" / "config.json").exists():
-        raise UserError(f"{folder} is a policy of a run: give --checkpoint RUN --policy N")
+        raise UserError(f"{folder} is one policy of a run: give --checkpoint RUN --policy N")
     if not is_run(folder):
         raise UserError(
             f"{folder} {if_no_run}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`"
@@ -477,7 +507,10 @@ def _config_left_in(folder: RunPath, flag: str, *, if_missing: str, if_no_run: s
 
 
 def _flag_value(words: Sequence[str], *spellings: str) -> str | None:
-    """Return the value of one flag, before the others can be read."""
+    """Return the value of a flag, given by any of its spellings, or None.
+
+    It reads the raw arguments, before the other flags can be parsed.
+    """
     for flag in spellings:
         value = take_flag([*words], flag)
         if value is not None:

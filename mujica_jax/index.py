@@ -1,4 +1,4 @@
-"""Indexes from the command line: build one, measure its recall, ask it.
+"""Build, measure, query and serve indexes of passages and graphs.
 
     python -m mujica_jax.index build --corpus FILE [FILE ...] [--kind auto|scann|exact|bm25] \\
         [--embedder NAME] --out DIR
@@ -11,9 +11,11 @@
     python -m mujica_jax.index query --index DIR Q42
     python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
 
-Kind `auto` is the default: a dense index, which is exact up to 100,000 passages and ScaNN above.
-`query` prints a list on a terminal and JSON lines into a file or pipe. docs/guides/passages.md has the
-formats, the embedders and the measured numbers, docs/guides/graphs.md the graphs.
+The default kind `auto` builds a dense index: an exact one for up to 100,000 passages, and a ScaNN
+index for more. `query` prints a list on a terminal, and JSON lines into a file or a pipe.
+
+docs/guides/passages.md describes file formats and embedders and has measured numbers.
+docs/guides/graphs.md describes graphs.
 """
 
 import argparse
@@ -58,9 +60,10 @@ from mujica_jax.retrieval.text.recall import measure_recall, read_questions
 from mujica_jax.runtime.standard_output import run_program
 
 PROGRAM = "python -m mujica_jax.index"
-GRAPH = "graph"  # the kind of index that holds triples
+# The kind of an index that holds triples.
+GRAPH = "graph"
 KINDS = (AUTO, "exact", "bm25", "scann", GRAPH)
-# Flags that no index of kind auto reads, and the kind that does.
+# Flags that kind `auto` does not read, and the kind that reads them.
 KIND_THAT_READS = {
     "languages": GRAPH,
     "properties": GRAPH,
@@ -68,16 +71,19 @@ KIND_THAT_READS = {
     "devices": "exact",
     "recall_target": "exact",
 }
+# Kinds of earlier versions, and the kinds that replace them.
 FORMER_KINDS = {"accelerator": "exact"}
 DEFAULT_K = 5
-MAX_NAMESAKES = 5  # other entities of one name that are shown
+# How many other entities of the same name are listed.
+MAX_NAMESAKES = 5
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit status.
+    """Run one command and return the exit status.
 
-    It is 0 when the command is done, 2 for a user's mistake, and 130 when it was interrupted (a
-    build continues with the same command).
+    - 0: the command finished.
+    - 2: the user made a mistake.
+    - 130: Ctrl-C ended the command. A build continues if the same command is run again.
     """
     arguments = _parser().parse_args(command_line)
     try:
@@ -88,18 +94,18 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         message = "interrupted"
         if arguments.run is build:
-            message += ": the same command goes on where this one was"
+            message += "; run the same command again to continue"
         print(message, file=sys.stderr)
         return 130
     return 0
 
 
 def build(arguments: argparse.Namespace) -> None:
-    """Build an index of passages or a graph, and print what it holds."""
+    """Build an index of passages or a graph, and print what it contains."""
     if "://" in arguments.out:
         raise UserError(
-            f"an index is built on local disk and --out is {arguments.out}: give a directory, and "
-            "copy it there afterwards"
+            f"--out is {arguments.out} and an index can only be built on a local disk: give a local "
+            "directory, and copy the finished index afterwards"
         )
     _refuse_unread(arguments, arguments.kind)
     progress = Progress(sys.stderr)
@@ -110,27 +116,27 @@ def build(arguments: argparse.Namespace) -> None:
 
 
 def _build_graph(arguments: argparse.Namespace, progress: Progress) -> None:
-    """Build a graph, and print what it holds."""
+    """Build a graph, and print what it contains."""
     if arguments.corpus is None:
-        raise UserError("a graph is made of files of triples: give --corpus")
+        raise UserError("a graph is built from files of triples: give them with --corpus")
     manifest, was_there = graphs.build(Path(arguments.out), _graph_spec(arguments), progress)
 
     _print_left_out(manifest, "lines", progress)
     content = f"{manifest['triples']:,} triples"
-    # Tables name entities in their triples.
+    # Graphs from tables have no separate names, because their triples contain the names.
     if manifest["names"]:
         content += f" and {manifest['names']:,} names"
     progress.line(_index_sentence(arguments.out, content, manifest, was_there))
 
 
 def _build_passages(arguments: argparse.Namespace, progress: Progress) -> None:
-    """Build an index of passages, and print what it holds."""
+    """Build an index of passages, and print what it contains."""
     has_corpus = arguments.corpus is not None
     has_embeddings = arguments.embeddings is not None
     if has_corpus == has_embeddings or (arguments.skip and not has_corpus):
         raise UserError(
-            "an index is made of passages: give --corpus with or without --skip, or "
-            "--embeddings alone"
+            "an index is built either from passages or from another index: give --corpus, with or "
+            "without --skip, or give --embeddings without both"
         )
     manifest, was_there = indexes.build(Path(arguments.out), _index_spec(arguments), progress)
 
@@ -147,7 +153,7 @@ def _print_left_out(manifest: dict[str, Any], unit: str, progress: Progress) -> 
     """Print how many lines or passages were left out, if any."""
     if manifest["skipped"]:
         progress.line(
-            f"{manifest['skipped']:,} {unit} were left out; the first one: "
+            f"{manifest['skipped']:,} {unit} were skipped; the first of them: "
             f"{manifest['first_skipped']}"
         )
 
@@ -156,22 +162,22 @@ def _index_sentence(folder: str, content: str, manifest: dict[str, Any], was_the
     """Return a sentence about the content and the version of an index."""
     sentence = f"{folder}: {content}, version {manifest['version']}"
     if was_there:
-        sentence += " (was there already)"
+        sentence += " (already built)"
     return sentence
 
 
 def _recall_sentence(recall: dict[str, Any]) -> str:
-    """Return a sentence about the share of exact search's results that a ScaNN index finds."""
+    """Return a sentence about the share of the results of exact search that ScaNN finds."""
     if "unmeasured" in recall:
-        return f"recall beside exact search was not measured: {recall['unmeasured']}"
+        return f"recall compared with exact search was not measured: {recall['unmeasured']}"
     return (
-        f"recall@{recall['k']} beside exact search: {recall['percent']}% (queries: "
-        f"{recall['queries']:,} passages)"
+        f"recall@{recall['k']} compared with exact search: {recall['percent']}% (with "
+        f"{recall['queries']:,} passages as queries)"
     )
 
 
 def estimate(arguments: argparse.Namespace) -> None:
-    """Print the bytes that an index will take."""
+    """Print how many bytes an index will take, as JSON."""
     _refuse_unread(arguments, arguments.kind)
     if arguments.kind != GRAPH:
         if arguments.devices is not None and arguments.devices < 1:
@@ -182,12 +188,14 @@ def estimate(arguments: argparse.Namespace) -> None:
     elif arguments.passages is None:
         amounts = estimate_graph(_graph_spec(arguments))
     else:
-        raise UserError(f"--passages is {arguments.passages} and a graph has none: leave it out")
+        raise UserError(
+            f"--passages is {arguments.passages} and a graph has no passages: leave --passages out"
+        )
     print(json.dumps(amounts))
 
 
 def recall(arguments: argparse.Namespace) -> None:
-    """Print the recall of gold titles."""
+    """Print the share of gold titles that the index finds for a file of questions, as JSON."""
     questions = read_questions(arguments.questions)
     _refuse_unread(arguments, read_kind(arguments.index))
     index = _open_index(arguments)
@@ -198,18 +206,19 @@ def recall(arguments: argparse.Namespace) -> None:
 
 
 def query(arguments: argparse.Namespace) -> None:
-    """Print the passages of one query, or the triples of one entity."""
+    """Print the passages found for a query, or the triples of an entity."""
     check_text(arguments.text)
     if not arguments.text.strip():
         raise UserError(
-            f"the query is {arguments.text!r}: write what is searched for between quotes"
+            f"the query is {arguments.text!r}, which is empty: write the words to search for "
+            "between quotes"
         )
     kind = GRAPH if arguments.index.startswith(SCHEME) else read_kind(arguments.index)
     _refuse_unread(arguments, kind)
 
     results = _search_graph(arguments) if kind == GRAPH else _search_passages(arguments)
 
-    # Print JSON lines into a file or a pipe, and a numbered list on a terminal.
+    # Print JSON lines to a file or a pipe, and a numbered list to a terminal.
     if not sys.stdout.isatty():
         for result in results:
             print(json.dumps(result, ensure_ascii=False))
@@ -222,7 +231,7 @@ def query(arguments: argparse.Namespace) -> None:
 
 
 def _search_graph(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the triples of the entity that the query names."""
+    """Return the triples of the entity that the query names. Raises UserError."""
     if arguments.k is not None and arguments.k < 1:
         raise UserError(f"k is {arguments.k}: give at least 1")
     if arguments.index.startswith(SCHEME):
@@ -236,7 +245,7 @@ def _search_graph(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _search_passages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the best passages of the query with their scores."""
+    """Return the best passages for the query, with their scores."""
     index = _open_index(arguments)
     k = min(DEFAULT_K, len(index.passages)) if arguments.k is None else arguments.k
     check_k(k, index.passages)
@@ -249,12 +258,12 @@ def _search_passages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _triple_lines(triple: dict[str, Any]) -> list[str]:
-    """Return a triple as a terminal shows it."""
+    """Return the lines that show a triple on a terminal."""
     return [f"{triple['subject']} | {triple['relation']} | {triple['object']}"]
 
 
 def _passage_lines(passage: dict[str, Any]) -> list[str]:
-    """Return a passage as a terminal shows it: its title, then its text in lines."""
+    """Return the lines that show a passage on a terminal: its title, then its wrapped text."""
     width = shutil.get_terminal_size().columns
     title = f"{passage['title'] or 'untitled'} (id {passage['id']}, score {passage['score']})"
     text = textwrap.fill(passage["text"], max(width - 4, 20))
@@ -263,26 +272,26 @@ def _passage_lines(passage: dict[str, Any]) -> list[str]:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Serve an index of passages over HTTP until SIGTERM or SIGINT."""
-    # Imported here: what serves takes half a second.
+    # Imported late, because the import takes half a second and no other command needs it.
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
 
     if arguments.max_waiting < 1:
         raise UserError(
-            f"--max-waiting is {arguments.max_waiting}: give at least 1, or nobody is answered"
+            f"--max-waiting is {arguments.max_waiting}: give at least 1, or every query is refused"
         )
     if not 0 < arguments.deadline_seconds < math.inf:
         raise UserError(
-            f"--deadline-seconds is {arguments.deadline_seconds:g}: give a number of seconds "
-            "above 0"
+            f"--deadline-seconds is {arguments.deadline_seconds:g}: give a number of seconds above "
+            "0"
         )
     kind = read_kind(arguments.index)
     _refuse_unread(arguments, kind)
     if kind == GRAPH:
         raise UserError(
-            f"{arguments.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, "
-            f"then `oxigraph serve-read-only --location {arguments.index}/graph --bind "
-            f"{arguments.host}:{arguments.port}`, and give --task.index "
-            f"sparql+http://HOST:{arguments.port}/query"
+            f"{arguments.index} is a graph, and only a SPARQL server can serve a graph: run `pip "
+            f"install oxigraph`, then `oxigraph serve-read-only --location {arguments.index}/graph "
+            f"--bind {arguments.host}:{arguments.port}`, and give the programs that search it "
+            f"--task.index sparql+http://HOST:{arguments.port}/query"
         )
 
     server_socket = open_port(arguments.host, arguments.port)
@@ -305,7 +314,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
-    """Refuse flags that a command knows and an index of this kind does not read."""
+    """Check that an index of this kind reads all given flags. Raises UserError."""
     is_dense = kind not in ("bm25", GRAPH)
     has_source = getattr(arguments, "embeddings", None) is not None
     embeds = is_dense and not has_source
@@ -329,7 +338,7 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
     if not unread_names:
         return
 
-    # Say which kind does not read the first of them, and which one does.
+    # Name the first of these flags, and the kind that reads it.
     name = unread_names[0]
     value = getattr(arguments, name)
     shown_value = " ".join(value) if isinstance(value, list) else value
@@ -349,17 +358,20 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def _refuse_triples(files: Sequence[str]) -> None:
-    """Check that no file is one of triples: they make a graph, which has to be asked for."""
+    """Check that no file contains triples, from which kind `auto` cannot build an index.
+
+    Raises UserError.
+    """
     for file in files:
         if file.removesuffix(".gz").removesuffix(".bz2").endswith(".nt"):
             raise UserError(
-                f"{file} holds triples and --kind is {AUTO}, an index of passages: give --kind "
-                f"{GRAPH}"
+                f"{file} holds triples and --kind is {AUTO}, which builds an index of passages: "
+                f"give --kind {GRAPH}"
             )
 
 
 def _index_spec(arguments: argparse.Namespace) -> IndexSpec:
-    """Return what an index of passages is made of."""
+    """Return the specification of an index of passages."""
     if arguments.kind == AUTO:
         _refuse_triples(arguments.corpus or ())
     source = getattr(arguments, "embeddings", None)
@@ -379,7 +391,7 @@ def _index_spec(arguments: argparse.Namespace) -> IndexSpec:
 
 
 def _graph_spec(arguments: argparse.Namespace) -> GraphSpec:
-    """Return what a graph is made of."""
+    """Return the specification of a graph."""
     return GraphSpec(
         files=tuple(arguments.corpus),
         languages=tuple(tag.lower() for tag in arguments.languages or sparql.LANGUAGES),
@@ -401,27 +413,30 @@ def _open_index(arguments: argparse.Namespace) -> Index:
 async def _triples(
     graph: KnowledgeGraph, index: str, name: str, limit: int | None
 ) -> list[dict[str, Any]]:
-    """Return the triples of the likeliest entity of this name. Raises RetrievalError."""
+    """Return the triples of the likeliest entity with this name.
+
+    Raises UserError if there is no such entity, and RetrievalError if the graph fails.
+    """
     keys = await graph.find(name)
     if not keys:
         raise UserError(
-            f"{index} knows no entity {name!r}: give a Q-id, or a label or an alias as the graph "
-            f"writes it (in {', '.join(graph.languages)})"
+            f"{index} knows no entity {name!r}: give a Q-id, or a label or an alias exactly as the "
+            f"graph writes it (languages: {', '.join(graph.languages)})"
         )
     if len(keys) > 1:
         namesakes = ", ".join(keys[1 : 1 + MAX_NAMESAKES])
         if len(keys) > 1 + MAX_NAMESAKES:
             namesakes += ", ..."
         print(
-            f"{len(keys)} entities are called {name!r}: these are the triples of {keys[0]}, not of "
-            f"{namesakes}",
+            f"{len(keys)} entities are called {name!r}; these are the triples of {keys[0]}, and not "
+            f"those of {namesakes}",
             file=sys.stderr,
         )
     return [dataclasses.asdict(triple) for triple in await graph.triples_of(keys[0], limit)]
 
 
 def _kind(text: str) -> str:
-    """Return a kind of index. Raise argparse's error where there is none of this name."""
+    """Return the text if it is a kind of index. Raises argparse's error otherwise."""
     if text not in KINDS:
         raise argparse.ArgumentTypeError(
             f"there is no kind {text}: {nearest(FORMER_KINDS.get(text, text), KINDS)}"
@@ -430,36 +445,44 @@ def _kind(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    """Return a number between 0 and 1. Raise argparse's error for any other text."""
+    """Return the text as a number between 0 and 1. Raises argparse's error for any other text."""
     with contextlib.suppress(ValueError):
         value = float(text)
         if 0 < value < 1:
             return value
-    raise argparse.ArgumentTypeError(f"{text} is no number between 0 and 1")
+    raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
 
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with one sub-command for each function above."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Build, measure and ask indexes of passages and graphs."
+        prog=PROGRAM, description="Build, measure, query and serve indexes of passages and graphs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    # The order of the commands is that of the help text.
+    # The help text lists the commands in this order.
     estimate_parser = _add_command(
-        commands, estimate, "Bytes that an index will take, as one JSON line."
+        commands, estimate, "Print how many bytes an index will take, as one JSON line."
     )
     build_parser = _add_command(
-        commands, build, "Build an index of a corpus. A killed build goes on with the same command."
+        commands,
+        build,
+        "Build an index of a corpus. If a build is killed, run the same command again to continue.",
     )
-    recall_parser = _add_command(commands, recall, "Recall of gold titles, as one JSON line.")
+    recall_parser = _add_command(
+        commands,
+        recall,
+        "Print the share of gold titles that an index finds for questions, as one JSON line.",
+    )
     query_parser = _add_command(
         commands,
         query,
-        "The passages found for one query, or the triples of an entity of a graph.",
+        "Print the passages found for a query, or the triples of an entity in a graph.",
     )
     serve_parser = _add_command(
-        commands, serve, "An HTTP service of passages: POST /search, GET /healthz, GET /metrics."
+        commands,
+        serve,
+        "Serve an index of passages over HTTP: POST /search, GET /healthz, GET /metrics.",
     )
 
     _add_estimate_flags(estimate_parser)
@@ -470,17 +493,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_query_flags(query_parser)
     _add_serve_flags(serve_parser)
     for command_parser in (recall_parser, query_parser, serve_parser):
-        command_parser.add_argument("--index", required=True, metavar="DIR")
+        command_parser.add_argument(
+            "--index", required=True, metavar="DIR", help="directory of the index"
+        )
     for command_parser in (build_parser, estimate_parser):
-        _add_embedder_flags(command_parser, default=f"default {DEFAULT_EMBEDDER}")
+        _add_embedder_flags(command_parser, default=f"default: {DEFAULT_EMBEDDER}")
     for command_parser in (recall_parser, query_parser, serve_parser):
-        _add_embedder_flags(command_parser, default="default: the one it was built with")
+        _add_embedder_flags(command_parser, default="default: the embedder of the build")
     for command_parser in (build_parser, recall_parser, query_parser, serve_parser):
         command_parser.add_argument(
             "--recall-target",
             type=_share,
             metavar="SHARE",
-            help="search approximately: the share of the k best that it should find",
+            help="search approximately, and find about this share of the k best passages "
+            "(default: exact)",
         )
     return parser
 
@@ -488,7 +514,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_command(
     commands: Any, run: Callable[[argparse.Namespace], None], summary: str
 ) -> argparse.ArgumentParser:
-    """Add a sub-command of a function's name that calls this function."""
+    """Add a sub-command that calls a function and has its name."""
     command_parser = commands.add_parser(run.__name__, help=summary, description=summary)
     command_parser.set_defaults(run=run)
     return command_parser
@@ -496,14 +522,19 @@ def _add_command(
 
 def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only `estimate` has."""
-    parser.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
     parser.add_argument(
-        "--passages", type=int, help="as if it had so many (default: all are counted)"
+        "--corpus", nargs="+", required=True, metavar="FILE", help="files of passages or triples"
+    )
+    parser.add_argument(
+        "--passages",
+        type=int,
+        help="assume this number of passages (default: count those of the corpus)",
     )
     parser.add_argument(
         "--devices",
         type=int,
-        help="of the host that searches an index of kind exact (as many as here)",
+        help="number of accelerators of the host that will search an index of kind exact "
+        "(default: those of this host)",
     )
 
 
@@ -513,43 +544,52 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         nargs="+",
         metavar="FILE",
-        help="JSON arrays, JSON Lines, Parquet, tar; .tsv and .nt for graphs",
+        help="files of passages (JSON arrays, JSON Lines, Parquet, tar) or of triples (.tsv, .nt)",
     )
     parser.add_argument(
         "--embeddings",
         metavar="INDEX",
-        help="a dense index whose passages and embeddings are taken instead",
+        help="take passages and embeddings from this dense index instead of a corpus",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
 
 
 def _add_content_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what an index is made of."""
+    """Add the flags that specify the content of an index."""
     parser.add_argument(
         "--kind",
         type=_kind,
         default=AUTO,
         metavar=f"{{{','.join(KINDS)}}}",
-        help=f"auto: exact up to {MAX_EXACT_PASSAGES:,} passages, scann above (auto)",
+        help=f"kind of index; auto builds exact up to {MAX_EXACT_PASSAGES:,} passages and scann "
+        "above (default: auto)",
     )
-    parser.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
+    parser.add_argument(
+        "--tokenizer",
+        choices=("default", "elasticsearch"),
+        help="tokenizer of a bm25 index (default: default)",
+    )
     parser.add_argument(
         "--languages",
         nargs="+",
         metavar="TAG",
-        help="of a graph: labels and texts in these, the first before the others (en mul)",
+        help="languages of labels and texts in a graph, the preferred one first (default: en mul)",
     )
     parser.add_argument(
         "--properties",
         nargs="+",
         metavar="NAME",
-        help="of a graph: only these, as P57 or full addresses (all)",
+        help="properties to keep in a graph, such as P57 or full addresses (default: all)",
     )
     parser.add_argument(
-        "--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)"
+        "--storage",
+        choices=("bfloat16", "int8"),
+        help="number type of the embeddings on disk (default: bfloat16)",
     )
     parser.add_argument(
-        "--skip", action="store_true", help="leave out and count what would be refused"
+        "--skip",
+        action="store_true",
+        help="skip and count invalid passages or lines, instead of ending with an error",
     )
 
 
@@ -559,16 +599,28 @@ def _add_recall_flags(parser: argparse.ArgumentParser) -> None:
         "--questions",
         required=True,
         metavar="FILE",
-        help="records with question and supporting_facts",
+        help="file of records with the fields question and supporting_facts",
     )
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 5, 20])
+    parser.add_argument(
+        "--k",
+        type=int,
+        nargs="+",
+        default=[2, 5, 20],
+        help="numbers of passages at which recall is measured (default: 2 5 20)",
+    )
 
 
 def _add_query_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only `query` has."""
-    parser.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
     parser.add_argument(
-        "--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)"
+        "text",
+        metavar="QUERY",
+        help="words to search for; for a graph the Q-id, label or alias of an entity",
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        help=f"print at most this number of results (default: {DEFAULT_K} passages, all triples)",
     )
 
 
@@ -577,26 +629,34 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)",
+        help="address to listen at; 0.0.0.0 accepts other hosts (default: 127.0.0.1)",
     )
-    parser.add_argument("--port", type=int, default=8600)
+    parser.add_argument("--port", type=int, default=8600, help="port to listen at (default: 8600)")
     parser.add_argument(
-        "--max-waiting", type=int, default=1024, help="queries in line before others get 429"
+        "--max-waiting",
+        type=int,
+        default=1024,
+        help="number of queries that may wait; further queries get status 429 (default: 1024)",
     )
-    parser.add_argument("--deadline-seconds", type=float, default=30.0, help="for one query")
+    parser.add_argument(
+        "--deadline-seconds",
+        type=float,
+        default=30.0,
+        help="seconds after which an unanswered query fails (default: 30)",
+    )
 
 
 def _add_embedder_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the flags that name the embedder; `default` says which one it is without them."""
+    """Add the flags that name the embedder. `default` describes the embedder without them."""
     parser.add_argument(
         "--embedder",
         metavar="NAME",
-        help=f"a folder, minilm, or a Hugging Face name ({default})",
+        help=f"embedder: a folder, minilm, or a Hugging Face name ({default})",
     )
     parser.add_argument(
         "--prefixes",
         choices=("none", "bge", "e5"),
-        help="instead of those that follow from the name",
+        help="prefixes of queries and passages (default: chosen by the name of the embedder)",
     )
 
 

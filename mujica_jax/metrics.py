@@ -1,22 +1,25 @@
-"""Answer scores of the official scripts, one rule each, and a bootstrap interval for their means.
+"""Answer scores with the rules of the official scripts, and bootstrap intervals for their means.
 
-| rule | official script | what is particular |
+| rule | official script | special behaviour |
 |---|---|---|
-| `hotpot` | `hotpot_evaluate_v1.py` | F1 is 0 if just one side is yes, no or noanswer; one gold |
-| `two_wiki` | `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
-| `musique` | MuSiQue `metrics/answer.py` | plain token F1; two empty sides agree (F1 = 1) |
-| `triviaqa` | `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
-| `cover_em` | open-domain QA papers | EM is 1 if a normalised gold is a part; F1 as `musique` |
+| `hotpot` | `hotpot_evaluate_v1.py` | F1 is 0 if only one of the two is yes, no or noanswer |
+| `two_wiki` | `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, with aliases of the gold answer |
+| `musique` | MuSiQue `metrics/answer.py` | token F1; F1 is 1 if both answers are empty |
+| `triviaqa` | `triviaqa_evaluation.py` | punctuation becomes a space instead of being removed |
+| `cover_em` | open-domain QA papers | EM is 1 if the prediction contains a gold; F1 as `musique` |
 
-Over several gold answers every number is the best one over the golds, each by itself, as the
-official scripts of 2WikiMultihopQA, MuSiQue and TriviaQA do it. The HotpotQA script reads one gold
-answer; for several we apply the same maximum to its formula. `musique`, `triviaqa` and `cover_em`
-print no precision or recall: ours are those behind their F1.
+With several gold answers, EM, F1, precision and recall are each the maximum over the gold answers.
+The official scripts of 2WikiMultihopQA, MuSiQue and TriviaQA do the same. The HotpotQA script reads
+only one gold answer; here the maximum is taken over its formula too. The scripts of `musique`,
+`triviaqa` and `cover_em` print no precision or recall. Here both are the values that enter F1.
 
-Two things are ours, and change no score of ordinary answers. Letters that Unicode can write in
-several ways are composed first (NFC), so that "é" equals "e" with an accent. A gold answer of which
-normalisation leaves nothing ("The The", "A", "!") is compared as it is written, up to case and
-spaces: it would otherwise be part of every prediction.
+Two steps go beyond the official scripts. They do not change the scores of ordinary answers.
+
+- Letters that Unicode can write in several ways are composed first (NFC). A single "é" then equals
+  an "e" followed by a combining accent.
+- Normalisation removes everything from some gold answers, for example "The The", "A" or "!". They
+  are compared as written, without regard to case and spaces. Otherwise every prediction would
+  contain them.
 """
 
 import dataclasses
@@ -31,7 +34,7 @@ import numpy as np
 
 Rule = Literal["hotpot", "two_wiki", "musique", "triviaqa", "cover_em"]
 
-# A partial match of these earns nothing under hotpot and two_wiki.
+# The rules hotpot and two_wiki give no partial credit if one of the answers is in this set.
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 TRIVIAQA_PUNCTUATION = string.punctuation + "‘’´`"
 
@@ -42,7 +45,7 @@ _space_punctuation = str.maketrans({mark: " " for mark in TRIVIAQA_PUNCTUATION})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """All four lie between 0 and 1."""
+    """The four scores of an answer, each between 0 and 1. `em` is the exact match."""
 
     em: float
     f1: float
@@ -51,7 +54,10 @@ class Score:
 
 
 def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
-    """Return the score of a prediction against one or more gold answers. None scores zero."""
+    """Return the score of a prediction against one or more gold answers.
+
+    A prediction of None, which means no answer, scores zero.
+    """
     if not golds:
         raise ValueError("score needs at least one gold answer and got none")
     if prediction is None:
@@ -61,7 +67,7 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
     scores: list[Score] = []
     for gold in golds:
         normalised_gold = normalise(gold)
-        # An empty gold answer is scored as the official scripts do.
+        # Official scripts also score a gold answer that is empty from the start.
         if normalised_gold or not gold.strip():
             scores.append(_score_normalised(answer, normalised_gold, rule))
         else:
@@ -76,11 +82,12 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
 
 
 def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> Score:
-    """Return the score of several answers against several gold ones, as AmbigQA gives it.
+    """Return the AmbigQA score of a prediction for a question with several gold answers.
 
-    Each predicted answer counts for one gold answer, by exact match with one of its aliases. The
-    best annotation counts (`ambigqa_evaluate_script.py`). Several answers of one prediction are
-    separated by semicolons, which is ours.
+    The prediction lists its answers with semicolons between them. This separator is a convention of
+    this package. A predicted answer matches at most one gold answer, by exact match with an alias
+    of it. The result is the score of the annotation with the highest F1, as in
+    `ambigqa_evaluate_script.py`. `answer_sets` is nested: annotations, answers, aliases.
     """
     predicted = []
     for part in (prediction or "").split(";"):
@@ -108,8 +115,9 @@ def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[st
 def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
     """Return GERBIL's Macro F1 QALD (Usbeck et al., 2019).
 
-    It is the harmonic mean of macro precision and macro recall, where a question without any answer
-    has precision 1 and recall 0. The plain macro F1 is the mean of the questions' F1.
+    It is the harmonic mean of the mean precision and the mean recall over the questions. A question
+    without a predicted answer has precision 1 and recall 0. The ordinary macro F1 differs: it is
+    the mean of the F1 of each question.
     """
     precisions = [
         score.precision if is_answered else 1.0
@@ -121,9 +129,9 @@ def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
 
 
 def supporting(titles: Collection[str], gold_titles: Collection[str]) -> Score:
-    """Return HotpotQA's score of supporting facts (`update_sp` of its script).
+    """Return HotpotQA's score for supporting facts (`update_sp` in its script).
 
-    Passages are compared by their titles. `gold_titles` has at least one.
+    Passages are compared by title. `gold_titles` must contain at least one title.
     """
     distinct_titles = set(titles)
     distinct_gold = set(gold_titles)
@@ -137,7 +145,7 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the 95% percentile-bootstrap interval of the mean of `values`, in percent.
 
-    Each value is between 0 and 1.
+    Each value must be between 0 and 1. Raises ValueError if there are no values.
     """
     if not len(values):
         raise ValueError("bootstrap_interval needs at least one value and got none")
@@ -155,12 +163,17 @@ def paired_bootstrap(
 ) -> tuple[float, tuple[float, float], float]:
     """Return how much better the second of two systems is on the same questions, in percent.
 
-    The three results are the difference of the means, its 95% percentile-bootstrap interval over
-    the questions, and the share of resamples in which the difference is not above zero.
+    `first` and `second` hold one score between 0 and 1 for each question, in the same order. The
+    three results are:
+
+    - the mean of `second` minus the mean of `first`, in percentage points;
+    - the 95% percentile-bootstrap interval of this difference over the questions;
+    - the share of resamples in which the difference is zero or negative, between 0 and 1.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(
-            f"paired_bootstrap needs two scores a question and got {len(first)} and {len(second)}"
+            "paired_bootstrap needs the same number of scores, at least one, from both systems and "
+            f"got {len(first)} and {len(second)}"
         )
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -173,41 +186,44 @@ def paired_bootstrap(
 
 
 def normalise_squad(text: str) -> str:
-    """Return text under SQuAD's normalisation, which most scripts share.
+    """Return the text after SQuAD's normalisation, which most scripts share.
 
-    It has lower case, no ASCII punctuation, no articles and single spaces.
+    It makes the text lower case, removes ASCII punctuation and articles, and leaves single spaces.
     """
     return " ".join(_articles.sub(" ", _lower(text).translate(_delete_punctuation)).split())
 
 
 def normalise_triviaqa(text: str) -> str:
-    """Return text under TriviaQA's normalisation: punctuation becomes a space."""
+    """Return the text after TriviaQA's normalisation, which turns punctuation into spaces."""
     return " ".join(_articles.sub(" ", _lower(text).translate(_space_punctuation)).split())
 
 
 def _lower(text: str) -> str:
-    """Return lower-case text with composed letters.
+    """Return the text in lower case and in Unicode form NFC.
 
-    Lower case can decompose a letter, so it comes first.
+    NFC comes second because making a letter lower case can decompose it.
     """
     return unicodedata.normalize("NFC", text.lower())
 
 
 def _as_written(text: str) -> str:
-    """Return text up to case and spaces, for answers of which normalisation leaves nothing."""
+    """Return the text in lower case with single spaces.
+
+    It replaces the full normalisation where that would leave nothing of an answer.
+    """
     return " ".join(_lower(text).split())
 
 
 def _score_normalised(prediction: str, gold: str, rule: Rule) -> Score:
-    """Return the score of one answer against one gold answer, both normalised."""
+    """Return the score of a normalised prediction against one normalised gold answer."""
     em = float(gold in prediction if rule == "cover_em" else gold == prediction)
 
-    # A partial match of yes, no or noanswer earns nothing.
+    # There is no partial credit for yes, no or noanswer.
     is_closed = prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS
     if rule in ("hotpot", "two_wiki") and is_closed and prediction != gold:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
 
-    # Two empty sides agree.
+    # Two empty answers agree.
     prediction_tokens = prediction.split()
     gold_tokens = gold.split()
     if rule in ("musique", "cover_em") and not (prediction_tokens and gold_tokens):
@@ -219,7 +235,10 @@ def _score_normalised(prediction: str, gold: str, rule: Rule) -> Score:
 
 
 def _overlap(em: float, shared: int, predicted: int, gold: int) -> Score:
-    """Return the score if `shared` of the predicted items are among the gold ones."""
+    """Return the score for exact match `em` and the sizes of two sets of items.
+
+    `predicted` and `gold` count the items of each set, and `shared` the items in both.
+    """
     if not shared:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
     precision = shared / predicted

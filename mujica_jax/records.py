@@ -1,8 +1,8 @@
-"""The nouns of the system: question, turn, conversation, trajectory.
+"""The records that all parts of the package share: question, turn, conversation, trajectory.
 
-One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss
-mask are stored where they are made; text is never tokenised again for training. Every file above
-imports these names from here.
+A trajectory keeps the same form from the rollout to the gradient. It stores the token ids, the
+log-probabilities and the loss mask as the engine produced them, so training never tokenises text
+again. This module imports nothing else of the package, and every other module may import it.
 """
 
 import dataclasses
@@ -17,35 +17,43 @@ TurnRole = Literal["context", "model"]
 class StopReason(enum.StrEnum):
     """Why an episode ended.
 
-    Only ANSWERED carries an answer that can be scored; all others score zero.
+    Only an ANSWERED episode has an answer to score. Every other reason scores zero.
     """
 
-    ANSWERED = "answered"  # the agent closed with an <answer> tag
-    NO_ACTION = "no_action"  # a turn held neither a search nor an answer that the parser accepts
-    # A graph search named a candidate number that was never given. Such a search is refused and the
-    # episode goes on; records of earlier versions end with it.
+    # The agent finished with an <answer> tag.
+    ANSWERED = "answered"
+    # A turn contained neither a search nor an answer that the parser accepts.
+    NO_ACTION = "no_action"
+    # A graph search named a candidate number that the agent had never been shown. Today such a
+    # search is refused and the episode continues. Only records of earlier versions have this reason.
     UNKNOWN_CANDIDATE = "unknown_candidate"
-    # one turn asked more searches than max_searches_per_turn
+    # One turn asked for more searches than `max_searches_per_turn`.
     TOO_MANY_SEARCHES = "too_many_searches"
-    ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
-    TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended
-    TRAJECTORY_LENGTH = "trajectory_length"  # the conversation would exceed max_trajectory_tokens
-    FILTERED = "filtered"  # the model's endpoint withheld its reply (a content filter, a refusal)
-    # the model's endpoint gave a reply that cannot be read, or refused this request
+    # The agent took `max_iterations` turns without an answer.
+    ITERATION_LIMIT = "iteration_limit"
+    # A turn reached `max_turn_tokens` before it ended.
+    TURN_LENGTH = "turn_length"
+    # The next turn would make the conversation longer than `max_trajectory_tokens`.
+    TRAJECTORY_LENGTH = "trajectory_length"
+    # The model's endpoint withheld its reply: a content filter acted, or the model refused.
+    FILTERED = "filtered"
+    # The model's endpoint refused this request, or its reply could not be parsed.
     BAD_REPLY = "bad_reply"
-    SYNTHESIS_FAILED = "synthesis_failed"  # a teacher's turn stayed wrong in all of its tries
-    # the environment raised a typed retrieval error after its retries
+    # A teacher's turn was still invalid after the last permitted attempt.
+    SYNTHESIS_FAILED = "synthesis_failed"
+    # The retriever still failed after its retries.
     RETRIEVER_FAILED = "retriever_failed"
 
 
-JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judge gave no verdict
+# The key in a trajectory's counts that marks an episode for which the judge gave no verdict.
+JUDGE_FAILED = "judge_failed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entity:
-    """A node that a graph task offers as candidate.
+    """A graph node that the agent may search from.
 
-    `id` is the graph's key (a Q-id or the label itself).
+    `id` is the node's key in the graph: a Wikidata Q-id, or the label itself.
     """
 
     id: str
@@ -54,12 +62,16 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One gold triple, in the order in which the chain uses it."""
+    """One gold triple of a question's reasoning chain.
+
+    `subject_id` and `object_id` are the keys of the two nodes in the graph. They are empty if the
+    task does not know them.
+    """
 
     subject: str
     relation: str
     object: str
-    subject_id: str = ""  # the graph's key where the task knows it
+    subject_id: str = ""
     object_id: str = ""
 
 
@@ -68,16 +80,17 @@ class GoldPassage:
     """A passage that supports the answer."""
 
     title: str
-    text: str = ""  # empty where the data name a title and no text of it is known
-    # any passage of this title counts: the texts that are searched are not known beforehand
+    # Empty if the data set names only the title of the passage.
+    text: str = ""
+    # True if every passage with this title counts, whatever its text. Tasks set it when they do not
+    # know the searched texts in advance.
     by_title: bool = False
 
     def is_shown_by(self, line: str, *, cut: bool = False) -> bool:
-        """Return whether a line `title: text`, as a search shows it, is this passage.
+        """Return whether a search result line `title: text` shows this passage.
 
-        White space does not count.
-
-        `cut`: the line may be the beginning of a longer passage.
+        The comparison ignores differences in white space. With `cut`, a line that is only the
+        beginning of the passage also counts.
         """
         line = _composed(line)
         heading = _composed(f"{self.title}: ") + " " if self.title.strip() else ""
@@ -91,43 +104,51 @@ class GoldPassage:
 
 
 def _composed(text: str) -> str:
-    """Return text with composed letters (NFC) and single spaces."""
+    """Return the text in Unicode form NFC, with each run of white space as one space."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
-UNKNOWN = "unknown"  # said of a fact in the place of what would be recalled
+# The suffix of `Question.kind` for a question whose facts are common knowledge.
+KNOWN = ", known"
+# What a model answers in place of a fact that it cannot recall.
+UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
+    """A question of a task, with its gold answers and, where the task has them, its gold facts."""
+
     id: str
     text: str
-    answers: tuple[str, ...]  # gold answer first, aliases after it
-    candidates: tuple[Entity, ...] = ()  # topic entities, for graph environments
+    # The gold answer, then its aliases.
+    answers: tuple[str, ...]
+    # The topic entities from which a graph search may start.
+    candidates: tuple[Entity, ...] = ()
     gold_passages: tuple[GoldPassage, ...] = ()
     evidences: tuple[Evidence, ...] = ()
-    kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
-    # For a question that asks for several things: annotation, answer asked for, its aliases.
-    # `answers` has all of them.
+    # The question type that the data set gives, for example "compositional" or "comparison".
+    kind: str = ""
+    # The gold answers of a question that asks for several things, as nested tuples: annotations,
+    # then the answers of an annotation, then the aliases of an answer. `answers` lists all aliases.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
     def is_known(self) -> bool:
-        """Whether the question's facts are common knowledge, as its kind says."""
+        """Whether the facts of the question are common knowledge, according to its kind."""
         return self.kind.endswith(KNOWN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A run of tokens with one author.
+    """Consecutive tokens of a conversation that come from the same source.
 
-    A `context` turn came from templates, users and retrievers; a `model` turn was sampled.
+    A `context` turn contains text from templates, users and retrievers. A `model` turn was sampled.
 
-    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that
-    an engine sampled. `trained` says whether maximum likelihood learns the tokens. `cut` marks a
-    model turn that a length limit ended: maximum likelihood must not learn it, and a policy
-    gradient must, since the reward of the episode punishes it.
+    - `logprobs` holds one float32 log-probability for each token, under the policy without
+      temperature or filters. Only model turns that an engine sampled have it.
+    - `trained` is True if maximum likelihood learns the tokens.
+    - `cut` is True if a length limit ended the model turn. Maximum likelihood must not learn such a
+      turn. A policy gradient must learn it, because the reward of the episode punishes it.
     """
 
     role: TurnRole
@@ -145,28 +166,34 @@ class Turn:
             "maximum likelihood does not learn a turn that a limit cut"
         )
         assert self.logprobs is None or len(self.logprobs) == len(self.token_ids), (
-            "one log-probability a token"
+            "a turn needs one log-probability for each token"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    role: str  # a plain word of its agent: "planner", "worker", "single", ...
+    """The turns of one dialogue with the model, and the role that the model plays in it.
+
+    `role` is a name that the agent chooses, for example "planner", "worker" or "single".
+    """
+
+    role: str
     turns: tuple[Turn, ...]
 
     @property
     def token_ids(self) -> list[int]:
+        """Return the token ids of all turns, in order."""
         return [token for turn in self.turns for token in turn.token_ids]
 
     @property
     def loss_mask(self) -> list[bool]:
-        """Return, for each token, whether the token itself is a training target."""
+        """Return, for each token of the conversation, whether it is a training target."""
         return [turn.trained for turn in self.turns for _ in turn.token_ids]
 
     def with_cut_turns_trained(self) -> "Conversation":
-        """Return the conversation as a policy gradient learns it.
+        """Return the conversation for a policy gradient.
 
-        A turn that a length limit cut is trained too.
+        The turns that a length limit cut are training targets too.
         """
         turns = [
             dataclasses.replace(turn, trained=True, cut=False) if turn.cut else turn
@@ -177,24 +204,26 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """One sub-question of the planner with its result.
+    """One sub-question and its result: a node in the graph of sub-questions."""
 
-    A reader sees it as a node of the graph of sub-questions.
-    """
-
+    # The turn of the planner that asked the sub-question, counted from 0.
     iteration: int
     query: str
-    entity: str = ""  # label of the candidate searched, for graphs
-    materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
-    selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
-    sentence: str = ""  # the worker's answer as the planner saw it
-    # whether it brought an answer, from materials or from the worker's own knowledge
+    # The label of the candidate entity that was searched. Graph searches have one.
+    entity: str = ""
+    # The lines that the retriever returned, in the order in which the worker saw them.
+    materials: tuple[str, ...] = ()
+    # The indexes of the materials that the worker chose.
+    selected: tuple[int, ...] = ()
+    # The worker's answer in the words that the planner saw.
+    sentence: str = ""
+    # True if the sub-question was answered, from the materials or from the worker's own knowledge.
     found: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward:
-    """The reward of an episode: the number that a method compares, and its parts."""
+    """The reward of an episode: the total that a method compares, and the parts behind it."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -202,55 +231,58 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode.
+    """One episode: an attempt of the agent to answer a question.
 
-    The agent leaves it without a reward; `run_episodes` adds that (`with_reward`).
+    The agent returns it without a reward. `run_episodes` scores the episode and adds the reward.
     """
 
     question_id: str
+    # The number of the attempt at this question, counted from 0.
     attempt: int
     policy_version: int
     seed: int
-    # each an independent training row; the first one holds the final answer
+    # Each conversation becomes a training row of its own. The first one holds the final answer.
     conversations: tuple[Conversation, ...]
     answer: str
     reward: float = 0.0
     rewards_by_part: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    # what the agent counted, by its own names
+    # Numbers that the agent counted during the episode, under names that the agent chooses.
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: StopReason
     searches: tuple[Search, ...]
-    seconds: float  # not part of the trajectory's identity: excluded from checksums of content
+    # The duration of the episode. Checksums of the content leave it out, because it varies.
+    seconds: float
 
     @property
     def final_answer(self) -> str | None:
-        """Return the answer that is scored, or None if the episode ended without one."""
+        """Return the answer to score, or None if the episode ended without an answer."""
         return self.answer if self.stop_reason is StopReason.ANSWERED else None
 
     @property
     def is_environment_fault(self) -> bool:
-        """Whether a search failed. The episode then says nothing about the policy."""
+        """Whether a search failed. Such an episode says nothing about the policy."""
         return self.stop_reason is StopReason.RETRIEVER_FAILED
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether `reward` is what the policy earned.
+        """Whether `reward` measures what the policy did.
 
-        It is not if a search or the judge failed; training leaves such an episode out.
+        It is False if a search or the judge failed. Training leaves such episodes out.
         """
         return not self.is_environment_fault and JUDGE_FAILED not in self.counts
 
     def with_reward(self, reward: Reward) -> "Trajectory":
+        """Return the trajectory with this reward."""
         return dataclasses.replace(self, reward=reward.total, rewards_by_part=dict(reward.parts))
 
     def without_verdict(self) -> "Trajectory":
-        """Return the trajectory marked as one without a reward: the judge gave no verdict."""
+        """Return the trajectory with reward 0 and a mark that the judge gave no verdict."""
         counts = {**self.counts, JUDGE_FAILED: 1.0}
         return dataclasses.replace(self, reward=0.0, rewards_by_part={}, counts=counts)
 
 
 def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories that count in groups, means and thresholds."""
+    """Return the trajectories whose reward counts in groups, means and thresholds."""
     return [trajectory for trajectory in trajectories if trajectory.is_rewarded]
 
 

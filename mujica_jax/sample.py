@@ -1,13 +1,15 @@
-"""Sample for a run that a trainer leads.
+"""Sample trajectories for a training run, as one of several workers.
 
-This is one of any number of workers, on any hosts, that come and go as they like.
+A trainer leads the run. Any number of workers may sample for it, on any hosts, and they may start
+and stop at any time.
 
     python -m mujica_jax.train CONFIG --run gs://BUCKET/PREFIX --sampling.workers external
     python -m mujica_jax.sample --run gs://BUCKET/PREFIX
 
-It reads the configuration that the run was begun with, plays units of the open round until the run
-is finished, and ends then. SIGTERM or Ctrl-C ends it at once; what it played is kept, and another
-worker plays the rest.
+A worker reads the configuration of the run from its directory. Each round is divided into units of
+work, which are groups of questions. The worker plays units of the current round until the run is
+finished. SIGTERM or Ctrl-C ends it at once. Its finished units are kept, and other workers play the
+rest.
 """
 
 import dataclasses
@@ -39,19 +41,24 @@ MAX_LEASE_SECONDS = 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleArguments:
-    """Sample for a run that a trainer leads."""
+    """Sample trajectories for a training run, as one of several workers."""
 
-    # directory or gs://BUCKET/PREFIX of a run whose trainer has --sampling.workers external
+    # Directory of the run, local or gs://BUCKET/PREFIX. Its trainer must have been started with
+    # --sampling.workers external.
     run: str
-    lease_seconds: float = 60.0  # after which silence of a worker another one plays its unit
-    # Where the task's files are on this host: a folder, or tfds:NAME (default: as for the trainer).
+    # Seconds without a sign of life after which other workers take over the unit of a worker.
+    lease_seconds: float = 60.0
+    # Where the files of the task are on this host: a folder, or tfds:NAME. The default is the
+    # trainer's own setting.
     data_dir: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status.
 
-    0: the run is finished or this worker was asked to end. 2: a mistake of the user's. 130: Ctrl-C.
+    - 0: the run is finished, or SIGTERM ended this worker.
+    - 2: the user made a mistake.
+    - 130: Ctrl-C ended the program.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption(kept_text="finished units are kept")
@@ -60,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
         if not MIN_LEASE_SECONDS <= options.lease_seconds <= MAX_LEASE_SECONDS:
             raise UserError(
-                f"--lease-seconds is {options.lease_seconds} and must lie between "
-                f"{MIN_LEASE_SECONDS:g} and {MAX_LEASE_SECONDS:g}: below, a unit under way would "
-                "be played twice"
+                f"--lease-seconds is {options.lease_seconds} and must be between "
+                f"{MIN_LEASE_SECONDS:g} and {MAX_LEASE_SECONDS:g}: with a shorter lease, two "
+                "workers would play the same unit"
             )
         sample(options, preemption)
 
@@ -71,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def sample(options: SampleArguments, preemption: Preemption) -> None:
     """Play units of work until the run is finished."""
-    # Imported here: a mistake in the arguments is answered before JAX has started.
+    # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
     from mujica_jax.methods.mygo_worker import Sampler
     from mujica_jax.runs.setup import open_sampling
 
@@ -83,7 +90,7 @@ def sample(options: SampleArguments, preemption: Preemption) -> None:
     config = _config_of(store, options)
     progress = Progress(live=False)
 
-    # Wait for the end of the warm-up, which commits the first policy.
+    # Wait until the trainer's warm-up has committed the first policy.
     while not store.policies():
         preemption.check()
         time.sleep(1.0)
@@ -101,7 +108,7 @@ def sample(options: SampleArguments, preemption: Preemption) -> None:
 
 
 def _config_of(store: Store, options: SampleArguments) -> Config:
-    """Return the run's own configuration, with this host's data.
+    """Return the configuration of the run, with this host's folder of data.
 
     Raises UserError if this program cannot sample for the run.
     """
@@ -110,25 +117,26 @@ def _config_of(store: Store, options: SampleArguments) -> Config:
     config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":
         raise UserError(
-            f"the run in {store.root} has method.kind {config.method.kind}: workers sample for "
-            "mygo alone"
+            f"the run in {store.root} has method.kind {config.method.kind}: workers sample only for "
+            "mygo"
         )
 
-    # Two revisions may sample differently. Where one of them is unknown, nothing is compared.
+    # Two revisions of the program may sample differently. If one is unknown, they cannot be
+    # compared.
     trainer = Leases(store, seconds=options.lease_seconds).newest(TRAINER)
     trainer_revision = trainer.revision if trainer else ""
     revision = provenance.git_revision()
     if trainer_revision and revision and trainer_revision != revision:
         raise UserError(
             f"the trainer of {store.root} is revision {trainer_revision} and this program is "
-            f"{revision}: check out the same"
+            f"revision {revision}: check out the trainer's revision"
         )
 
     if options.data_dir is not None:
         if not hasattr(config.task, "data_dir"):
             raise UserError(
                 f"--data-dir is {options.data_dir} and the task {config.task.kind} reads no files: "
-                "leave it out"
+                "leave --data-dir out"
             )
         task = dataclasses.replace(config.task, data_dir=options.data_dir)
         config = dataclasses.replace(config, task=task)

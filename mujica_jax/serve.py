@@ -1,11 +1,11 @@
-"""Serve a policy over gRPC, by JetStream's protocol (docs/guides/serving.md).
+"""Serve a policy over gRPC with JetStream's protocol (docs/guides/serving.md).
 
     python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] \\
         [--adapter DIR] --port 9000
 
-The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest policy, or
-`--policy`), or a model, with `--adapter` a LoRA adapter on top. Ctrl-C or SIGTERM ends it when the
-requests under way are answered.
+The checkpoint is given as for `mujica_jax.eval`. It is a run directory, whose latest policy is
+served unless `--policy` names another one, or a model, to which `--adapter` can add a LoRA adapter.
+Ctrl-C or SIGTERM ends the program after it has answered the requests that are being processed.
 """
 
 import dataclasses
@@ -29,35 +29,53 @@ if TYPE_CHECKING:
     from mujica_jax.inference.jetstream.server import Server
 
 PROGRAM = "python -m mujica_jax.serve"
-MAX_TOKENS = 4096  # of a prompt with its answer, unless the model's context is shorter
-GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
+# The default limit on the tokens of a prompt with its answer. A shorter context lowers it.
+MAX_TOKENS = 4096
+# The time to finish requests after the program was asked to end.
+GRACE_SECONDS = 30.0
 MINIMUMS = {"max_tokens": 2, "max_new_tokens": 1, "temperature": 0, "queue_size": 0, "seed": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeArguments:
-    """Serve a policy over gRPC, by JetStream's protocol."""
+    """Serve a policy over gRPC with JetStream's protocol."""
 
-    # a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a GGUF file, or
-    # smollm2
+    # The model to serve: a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a
+    # GGUF file, or smollm2.
     checkpoint: str
-    policy: int | None = None  # of a run (default: the latest)
-    adapter: str | None = None  # folder of a LoRA adapter on top of a checkpoint that is no run
-    host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
-    port: int = 9000  # 0: any that is free
-    metrics_port: int | None = None  # for Prometheus (default: none)
-    # of a prompt with its answer (default: 4096, or the model's context if shorter)
+    # Number of the run's policy to serve. Without this flag it is the latest policy.
+    policy: int | None = None
+    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
+    adapter: str | None = None
+    # Address to listen at. 0.0.0.0 accepts other machines. The connection is not encrypted.
+    host: str = "127.0.0.1"
+    # Port to listen at. 0 chooses a free one.
+    port: int = 9000
+    # Port for Prometheus metrics over HTTP. Without this flag there are none.
+    metrics_port: int | None = None
+    # Largest number of tokens of a prompt together with its answer. The default is 4096, or the
+    # context of the model if that is shorter.
     max_tokens: int | None = None
-    max_new_tokens: int = 512  # of an answer, where a request does not say
-    temperature: float = 0.0  # 0: the likeliest token
-    queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and products
+    # Largest number of tokens of an answer, for requests that do not set a limit.
+    max_new_tokens: int = 512
+    # Sampling temperature. 0 always takes the likeliest token.
+    temperature: float = 0.0
+    # Number of requests that may wait while others are processed. Further requests are refused.
+    queue_size: int = 64
+    # Number type of weights and matrix products.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Seed of the sampling.
     seed: int = 0
+
     engine: EngineConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 ended by a signal, 2 a mistake of the user's."""
+    """Run the program and return its exit status.
+
+    - 0: a signal ended the program.
+    - 2: the user made a mistake.
+    """
     words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
     engine = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
@@ -72,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: ServeArguments) -> None:
-    """Check the flags. Raises UserError naming the first wrong one."""
+    """Check the flags. Raises UserError that names the first invalid flag."""
     check_engine(options)
     for name, minimum in MINIMUMS.items():
         value = getattr(options, name)
@@ -81,18 +99,18 @@ def _check(options: ServeArguments) -> None:
     for name, port in (("port", options.port), ("metrics-port", options.metrics_port)):
         if port is not None and not 0 <= port < 2**16:
             raise UserError(
-                f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}"
+                f"--{name} is {port} and must be from 0, which chooses a free port, to {2**16 - 1}"
             )
     if options.max_tokens is not None and options.max_new_tokens >= options.max_tokens:
         raise UserError(
             f"--max-new-tokens is {options.max_new_tokens} and leaves no room for a prompt in "
-            f"--max-tokens {options.max_tokens}: lower the one or raise the other"
+            f"--max-tokens {options.max_tokens}: lower --max-new-tokens or raise --max-tokens"
         )
 
 
 def serve(options: ServeArguments) -> None:
-    """Load the policy and serve it until a signal comes."""
-    # Imported here: a mistake in the arguments is answered before JAX has started.
+    """Load the policy and serve it until a signal ends the program."""
+    # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
@@ -100,8 +118,8 @@ def serve(options: ServeArguments) -> None:
     use_compilation_cache()
     server = _make_server(policy, options)
 
-    # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds
-    # the event's lock.
+    # A threading.Event would not work here. If the signal came while `wait` holds the lock of the
+    # event, a handler that sets the event would wait forever.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.put(number))
@@ -134,7 +152,8 @@ def _make_server(policy: SavedPolicy, options: ServeArguments) -> "Server":
     max_new_tokens = options.max_new_tokens
     if max_tokens is None:
         max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
-        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
+        # Keep at least half of the tokens for the prompt.
+        max_new_tokens = min(max_new_tokens, max_tokens // 2)
 
     generator = open_generator(
         decoder,

@@ -1,10 +1,10 @@
-"""Train an agent by the configured method, and show its scores in a table.
+"""Train an agent with the method that a configuration names, and print a table of its scores.
 
     python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] \\
         [--section.field value ...]
 
-Without a configuration file it trains the tiny world. A killed run continues where it stopped when
-the same --run directory is given again.
+Without a configuration file the program trains on the tiny world. If a run is killed, start it
+again with the same --run directory. It continues where it stopped.
 """
 
 import shlex
@@ -32,7 +32,9 @@ DEFAULT_CONFIG = "tiny_world"
 def main(arguments: list[str] | None = None) -> int:
     """Run the program and return its exit status.
 
-    0: done, or preempted and resumable. 2: a mistake of the user's. 130: interrupted and resumable.
+    - 0: the run finished, or the machine asked the program to end and the run can be continued.
+    - 2: the user made a mistake.
+    - 130: Ctrl-C ended the program. The run can be continued.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption()
@@ -46,14 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
         distributed.start(config.distributed, preemption.on_notice)
         check_data_dir(config.task)
 
-        # All processes of a job take the directory that process 0 names.
+        # All processes of a job use the directory that process 0 chooses.
         new_directory = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = config.run or distributed.broadcast("run directory", lambda: new_directory)
 
-        # The same words continue the run, with its directory among them.
+        # The same arguments continue the run if they include its directory.
         is_run_named = take_flag([*words], "--run")
         resume_words = words if is_run_named else [*words, "--run", directory]
-        preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(resume_words)}"
+        preemption.then = f"continue with: python -m mujica_jax.train {shlex.join(resume_words)}"
 
         train(config, directory, preemption)
         distributed.finish()
@@ -62,8 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(config: Config, directory: str, preemption: Preemption) -> None:
-    """Train one run from start to end. Everything that a restart needs is under `directory`."""
-    # Imported here: a mistake in the configuration is answered before JAX has started.
+    """Train one run from start to end.
+
+    `directory` holds everything that a restart needs.
+    """
+    # These imports start JAX. They come late so that configuration mistakes are reported fast.
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
     from mujica_jax.runs.evaluation import solved_question
     from mujica_jax.runs.setup import open_training

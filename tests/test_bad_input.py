@@ -126,10 +126,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
     lacking = (
-        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from "
+        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, but a model from "
         "scratch"
     )
-    assert f"{lacking} begins with: start from a checkpoint with --init" in message
+    assert f"{lacking} needs them: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     # A control learns demonstrations.
     assert lacking in refused(train, SMOKE, "--run", "run", *none)
@@ -145,16 +145,16 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         (
             {"environment_kind": "text"},
-            "its environment_kind is text and its environment has kind graph",
+            "environment_kind is text, but the kind of its environment is graph",
         ),
         (
             {"questions": list},
-            r"questions\('train'\) gave a list; it must return a list of Question",
+            r"questions\('train'\) must return a list of Question objects, and returned a list",
         ),
         ({"ids": [7]}, "id of a question is 7 and must be a text"),
-        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent'; give a tuple of texts"),
-        ({"answers": ()}, r"answers of question 'q' are \(\); give a tuple of texts"),
-        ({"ids": "qq"}, "several train questions have the id 'q': each needs its own"),
+        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent' and must be a tuple of texts"),
+        ({"answers": ()}, r"answers of question 'q' are \(\) and must be a tuple of texts"),
+        ({"ids": "qq"}, "several train questions have the id 'q': give each question its own"),
     ],
 )
 def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence):
@@ -193,19 +193,27 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     ),
     "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
     "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
-    "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
+    "--pretraining.documents 0": "pretraining.documents is 0, but pretraining.steps is 20",
     "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
     "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
     "--method.rounds -1": "method.rounds is -1",
     "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
     "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
     "--method.keep-per-question 0": "method.keep_per_question is 0",
-    "--method.keep-per-question 9": "method.keep_per_question is 9 and method.max_attempts 2: no question has more",
-    "--method.initial-threshold 2": "method.initial_threshold is 2.0 and the best reward is 1: give a K from 0 to 1",
-    "--method.initial-threshold -0.1": "method.initial_threshold is -0.1 and the best reward is 1: give a K from 0",
-    "--method.initial-threshold nan": "method.initial_threshold is nan and the best reward is 1: give a K from 0 to 1",
-    "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
-    "--reward staged --staged.format False --method.initial-threshold 1.5": "1.5 and the best reward is 1: give a K",
+    "--method.keep-per-question 9": "method.keep_per_question is 9, but method.max_attempts is 2 and each attempt",
+    "--method.initial-threshold 2": (
+        "method.initial_threshold is 2.0, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.initial-threshold -0.1": (
+        "method.initial_threshold is -0.1, but the highest reward is 1: give a threshold from 0"
+    ),
+    "--method.initial-threshold nan": (
+        "method.initial_threshold is nan, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.schedule offline --keep-policies 1": "keep_policies is 1, but method.schedule offline",
+    "--reward staged --staged.format False --method.initial-threshold 1.5": (
+        "1.5, but the highest reward is 1: give a threshold"
+    ),
     "--sampling.questions-per-shard 0": "sampling.questions_per_shard is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",
@@ -229,9 +237,9 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
     "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
-    "--trainer.lora-rank 4": "trainer.lora_rank is 4 and init is None",
+    "--trainer.lora-rank 4": "trainer.lora_rank is 4, but no checkpoint is given",
     "--trainer.data-parallel-size 3": (
-        "trainer.batch_size 4 cannot be split over data x fsdp = 3 devices"
+        "trainer.batch_size 4 cannot be split over data_parallel_size x fsdp = 3 devices"
     ),
     "--trainer.tensor-parallel-size 0": "trainer.tensor_parallel_size is 0",
     "--seed -1": "seed is -1",
@@ -239,11 +247,11 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
     "--method.kind=mygoo": "--method.kind is mygoo and there is none of this name: did you mean mygo?",
     "--task.kind two_wikki": "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?",
-    "--task.kind web": "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki",
+    "--task.kind web": "--task.kind is web and there is none of this name: choose from tiny_world, two_wiki",
     "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
     "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
-    "--task.facts-per-entity 99": "facts_per_entity from 4 to 13, and the configuration says 99",
+    "--task.facts-per-entity 99": "task.facts_per_entity is 99 and must be from 4 to 13",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
     "--engine.tensor-parallel-size 64": (
         "engine.tensor_parallel_size is 64 and 1 devices are available: use at most 1"
@@ -336,7 +344,7 @@ def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, t
         json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}])
     )
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training and 0 dev questions and needs both" in refused(
+    assert "1 training questions and 0 dev questions, and training needs both" in refused(
         train, TWO_WIKI, "--run", "run", *flags
     )
     assert written(tmp_path) == ["data"]
@@ -413,12 +421,12 @@ def warming_up(**changes) -> Any:
 def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
     with pytest.raises(
         UserError,
-        match=r"of the 3 .* trainer.sequence_length 32, the shortest has \d+ tokens: raise",
+        match=r"of the 3 .* trainer.sequence_length 32; the shortest has \d+ tokens: raise",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"sequence_length": 32}))
     with pytest.raises(
         UserError,
-        match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns",
+        match=r"none of 3 scripted .* raise agent.max_turn_tokens \(now 9\) or the agent's limit",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 
@@ -452,7 +460,7 @@ def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(
     refused, checkpoint, tmp_path
 ):
     message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
-    assert "pre-trains for 20 steps: its learning rates are for a model from scratch" in message
+    assert "pre-trains for 20 steps, and its learning rates are for a model from scratch" in message
     assert "configs/two_wiki_text_smollm2.py" in message
     assert not (tmp_path / "run").exists()
 
@@ -460,11 +468,11 @@ def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(
 def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_path):
     few_shot = ("--warmup.source", "few_shot")
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot)
-    assert "warmup.source is few_shot and init is None" in message
+    assert "warmup.source is few_shot, but no checkpoint is given" in message
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
     assert (
-        "agent.prompt is brief, which numbers materials in another way than worked examples do"
+        "agent.prompt brief numbers search results in another way than worked examples do"
         in message
     )
     assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
@@ -488,11 +496,13 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     described = dataclasses.asdict(command_line(words, default="tiny_world"))
     assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
-    assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
+    assert f"revision {'a' * 40} and this program is revision {'b' * 40}" in refused(
+        sample, "--run", "run"
+    )
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
     open_run(Path("other"), dataclasses.asdict(grpo))
-    assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
-    assert "--lease-seconds is 0.1 and must lie between" in refused(
+    assert "method.kind grpo: workers sample only for mygo" in refused(sample, "--run", "other")
+    assert "--lease-seconds is 0.1 and must be between" in refused(
         sample, "--run", "run", "--lease-seconds", "0.1"
     )
 
@@ -525,7 +535,9 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     larger.save(checkpoint)
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
     embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
+    assert (
+        f"ids up to {larger.vocab_size - 1}, but the model embeds only {embedded} tokens" in message
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -564,7 +576,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
         str(checkpoint),
         "--engine.weights=int8",
     )
-    assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
+    assert "needs the package qwix, but qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--engine.weights", "fp8")
     assert "engine.weights fp8 needs the package qwix" in message
@@ -638,11 +650,11 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
-    assert f"{checkpoint} is no run directory" in message
+    assert f"{checkpoint} is not a run directory" in message
     assert "mujica_jax.eval tiny_world --checkpoint" in message
     shutil.copytree(checkpoint, "run/policies/000001/model")
     policy = refused(evaluation, "--checkpoint", "run/policies/000001")
-    assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
+    assert "run/policies/000001 is one policy of a run: give --checkpoint RUN --policy N" in policy
 
 
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
@@ -660,7 +672,7 @@ def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
     assert "alone has no config.json of the run" in message
     assert "mujica_jax.eval tiny_world --init" in message
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
-    assert "run is a run, whose policies" in refused(
+    assert "run is a run, and the policies of a run already include their adapters" in refused(
         evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone"
     )
 
@@ -669,7 +681,7 @@ def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
     store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     assert "has no policy yet" in refused(evaluation, "--checkpoint", "run")
     store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
-    assert "000003 is no committed policy; the versions that are: [0]" in refused(
+    assert "000003 is not a committed policy; committed versions: [0]" in refused(
         evaluation, "--checkpoint", "run", "--policy", "3"
     )
 
@@ -722,7 +734,7 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
     assert "config.json is not JSON" in refused(evaluation, "--checkpoint", "run")
     shutil.rmtree(run)
     run.mkdir()
-    assert "run is no run directory" in refused(evaluation, "--checkpoint", "run")
+    assert "run is not a run directory" in refused(evaluation, "--checkpoint", "run")
 
 
 @pytest.mark.parametrize(
@@ -757,6 +769,6 @@ def test_a_type_that_the_platform_does_not_compute_with_is_refused(
     start.check_dtypes(plain)
     with pytest.raises(
         UserError,
-        match=rf"{named} and cpu does not compute with it \(no .* here\): choose another one",
+        match=rf"{named}, but cpu cannot compute with it \(no .* here\): choose another type",
     ):
         start.check_dtypes(config)

@@ -41,8 +41,8 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
     assert config.agent == DECEX
     assert config.task.kind == "nq"
     assert evaluation.other_agent([*NQ, "--checkpoint", run]) == (
-        "the policy plays decex, as it was trained; nq_qwen3_4b_v5e says single: --agent.kind "
-        "changes it"
+        "the policy plays the agent decex, as in its training; nq_qwen3_4b_v5e names single, and "
+        "--agent.kind single selects it"
     )
 
 
@@ -98,8 +98,9 @@ def test_other_limits_of_the_same_agent_are_the_runs_and_are_said(tmp_path):
     words = [SMOKE, "--checkpoint", str(tmp_path / "run")]
     assert played(*words).agent == agent
     assert evaluation.other_agent(words) == (
-        f"the policy plays as it was trained, not as {SMOKE} says: agent.max_turn_tokens 77, not "
-        f"{trained.agent.max_turn_tokens}; flags --agent.* change it"
+        f"the policy plays with the settings of its training, not with those of {SMOKE}: "
+        f"agent.max_turn_tokens 77, not {trained.agent.max_turn_tokens}; flags --agent.* change "
+        "them"
     )
 
 

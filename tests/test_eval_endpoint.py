@@ -241,16 +241,16 @@ def test_an_endpoint_is_described_wholly(refused, tokenizer):
     for flag in ("model", "mode", "tokenizer"):
         place = whole.index(f"--remote.{flag}")
         message = refused(*whole[:place], *whole[place + 2 :])
-        assert f"--remote.base-url is {URL} and --remote.{flag} is not given" in message
+        assert f"--remote.base-url is {URL}, but --remote.{flag} is missing" in message
 
 
 def test_a_described_endpoint_needs_an_address(refused):
     message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
-    assert (
-        "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
-    )
+    assert "--remote.model is gpt-4.1, but there is no endpoint: add --remote.base-url" in message
     alone = refused(SMOKE, "--remote.model", "gpt-4.1")
-    assert "--remote.model is given and there is no endpoint: give --remote.base-url too" in alone
+    assert (
+        "--remote.model is given without the address of an endpoint: add --remote.base-url" in alone
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_described_endpoint_needs_an_address(refused):
         (["--policy", "3"], "--policy is 3 and http"),
         (
             ["--checkpoint", "run"],
-            "an endpoint is evaluated under a configuration and without a checkpoint",
+            "an endpoint needs the name of a configuration and excludes a checkpoint",
         ),
     ],
 )

@@ -156,6 +156,6 @@ def test_an_endpoint_that_refuses_everything_has_no_score(
     with pytest.raises(AssertionError, match="assert 2 == 0"):
         evaluate(monkeypatch, tmp_path, tokenizer, task, refusal, refusal)
     messages = capsys.readouterr().err
-    assert f"refused all of {QUESTIONS} requests, the last one so: " in messages
+    assert f"refused all of {QUESTIONS} requests. The last refusal was: " in messages
     assert "seed is not supported" in messages
     assert not (tmp_path / "eval" / "bamboogle-text-direct-test.json").exists()

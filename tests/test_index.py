@@ -109,7 +109,7 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
     for share in ("abc", "1.5"):
         with pytest.raises(SystemExit):
             index.main(["query", "--index", "x", "--recall-target", share, "who?"])
-        assert f"{share} is no number between 0 and 1" in capsys.readouterr().err
+        assert f"{share} is not a number between 0 and 1" in capsys.readouterr().err
 
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
@@ -137,12 +137,14 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
             assert printed(capsys, *asked, str(place), *named) == hits
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
     nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
-    assert f"was built with {folder / 'tiny'}, and the embedder" in nowhere
+    assert f"was built with the embedder {folder / 'tiny'}, but the embedder" in nowhere
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest.pop("prefixes") == "e5"
     # Older manifests have no prefixes.
     (built / "manifest.json").write_text(json.dumps(manifest))
-    assert "its prefixes as well" in refused(capsys, *asked, str(built))
+    assert "give the embedder of the build, with its prefixes" in refused(
+        capsys, *asked, str(built)
+    )
     assert printed(capsys, *asked, str(built), "--prefixes", "e5") == hits
 
 

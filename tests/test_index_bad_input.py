@@ -45,9 +45,9 @@ BUILD = "build --kind bm25 --out OUT --corpus"
 RECALL = "recall --index DIR/words --questions"
 SERVE = "serve --index DIR/words"
 MISTAKES = {
-    "query --index DIR/dense --embedder DIR/wide who?": r"(dimension 16) and the embedder DIR/wide has dimension 32",
+    "query --index DIR/dense --embedder DIR/wide who?": r"(dimension 16), but the embedder DIR/wide has dimension 32",
     "query --index DIR/dense --embedder DIR/other who?": (
-        "name the one it was built with, its prefixes as well, or build it again"
+        "give the embedder of the build, with its prefixes, or build the index again"
     ),
     "build --kind scann --embeddings DIR/words --out OUT": "is of kind bm25 and has no embeddings",
     f"{BUILD} DIR/empty.jsonl": "there is no passage in it; give a corpus with at least one",
@@ -56,8 +56,8 @@ MISTAKES = {
     f"{BUILD} DIR": "DIR cannot be read (Is a directory): give the path of a corpus",
     f"{BUILD} DIR/nowhere.jsonl": "DIR/nowhere.jsonl cannot be read (No such file or directory)",
     "build --kind bm25 --corpus DIR/corpus.jsonl --out DIR/file": "DIR/file cannot be written (File exists)",
-    f"{RECALL} DIR/questions.jsonl --k 2 13": "k is 13 and the index holds 12 passages: give 1 to 12",
-    f"{RECALL} DIR/questions.jsonl --k 0 2": "k is 0 and the index holds 12 passages",
+    f"{RECALL} DIR/questions.jsonl --k 2 13": "k is 13, but the index holds 12 passages: give 1 to 12",
+    f"{RECALL} DIR/questions.jsonl --k 0 2": "k is 0, but the index holds 12 passages",
     f"{RECALL} DIR/elsewhere.jsonl --k 2": "none of the 2 gold titles of DIR/elsewhere.jsonl is a title in DIR/words",
     f"{RECALL} DIR/empty.jsonl": "DIR/empty.jsonl holds no question",
     "query --index DIR/words --k 13 who?": "k is 13",
@@ -74,12 +74,14 @@ MISTAKES = {
     "build --kind graph --corpus DIR/graph.tsv --out OUT --properties P57": (
         "--properties is P57 and an index of kind graph from tables does not read it"
     ),
-    "query --index DIR/words he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write: give whole characters",
-    "query --index DIR/dense he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write",
-    f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' is no text that UTF-8 can write",
+    "query --index DIR/words he\udcffllo": r"'he\udcffllo' cannot be written as UTF-8: give whole characters",
+    "query --index DIR/dense he\udcffllo": r"'he\udcffllo' cannot be written as UTF-8",
+    f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' cannot be written as UTF-8",
     f"{RECALL} DIR/goldless.jsonl": "DIR/goldless.jsonl, line 1: a question needs `question` and a list of gold titles",
-    f"{RECALL} DIR/questions.jsonl --index DIR/dense --k 2 13": "k is 13 and the index holds 12 passages: give 1 to 12",
-    "query --index DIR/dense --k 13 who?": "k is 13 and the index holds 12 passages",
+    f"{RECALL} DIR/questions.jsonl --index DIR/dense --k 2 13": (
+        "k is 13, but the index holds 12 passages: give 1 to 12"
+    ),
+    "query --index DIR/dense --k 13 who?": "k is 13, but the index holds 12 passages",
     "build --kind exact --corpus DIR/corpus.jsonl --out OUT --tokenizer default": "--tokenizer is default and an index",
     "query --index DIR/file who?": "there is no index DIR/file",
     f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",

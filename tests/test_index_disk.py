@@ -89,8 +89,8 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     last = shown.splitlines()[-1]
     assert last.startswith(f"error: {out} cannot be written (")
     assert "Traceback" not in shown
-    assert "make room" in last
-    assert last.endswith("the same command goes on where this one was")
+    assert "free some space" in last
+    assert last.endswith("start the same command again; it continues where this one stopped")
     inodes = {name: (out / name).stat().st_ino for name in done}
     assert not (out / "manifest.json").exists()
     assert index.main(words) == 0
@@ -122,7 +122,7 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (None, "is damaged (its version is None and "),
+        (None, "is damaged (its version is None, but "),
         ({"tokeniser": ...}, "is damaged (its version is "),
         ({"tokeniser": 3}, "is damaged (its version is "),
         ({"passages": "many"}, "is damaged (its version is "),
@@ -130,11 +130,11 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
         ({"files": [{"name": "passages.arrow"}]}, "is damaged (its version is "),
         (
             {"version": "../../elsewhere"},
-            "is damaged (its version is '../../elsewhere' and what it says makes ",
+            "is damaged (its version is '../../elsewhere', but its content has version ",
         ),
-        ({"version": ["a"]}, "is damaged (its version is ['a'] and what it says makes "),
-        ({"embedder": 3}, "has the embedder 3 and a name is meant"),
-        ({"prefixes": ["query: "]}, "has the prefixes ['query: '] and a name is meant"),
+        ({"version": ["a"]}, "is damaged (its version is ['a'], but its content has version "),
+        ({"embedder": 3}, "has the embedder 3, which is not a name"),
+        ({"prefixes": ["query: "]}, "has the prefixes ['query: '], which is not a name"),
     ],
 )
 def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, complaint):
@@ -184,7 +184,7 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     shutil.copytree(folder / "tiny", tmp_path / "moved")
     words = [*command(folder, "exact", out), "--embedder", str(tmp_path / "moved")]
     assert index.main(words) == 0
-    assert "was there already" in capsys.readouterr().err
+    assert "already built" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None
     # Older plans have no prefixes.
@@ -193,7 +193,7 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     other = str(tiny_embedder(tmp_path / "other", hidden_size=64, seed=1))
     assert index.main([*words, "--embedder", other]) == 2
     assert (
-        f"was begun with embedder '{folder}/tiny' and this build has '{other}'"
+        f"was started with embedder '{folder}/tiny', but this build has '{other}'"
         in capsys.readouterr().err
     )
     assert (

@@ -64,7 +64,7 @@ def test_a_name_of_several_entities_says_so(folder, capsys):
     )
     index.main(["query", "--index", str(folder / "index"), "Ghent"])
     assert (
-        "2 entities are called 'Ghent': these are the triples of Q3, not of Q30"
+        "2 entities are called 'Ghent'; these are the triples of Q3, and not those of Q30"
         in capsys.readouterr().err
     )
 
@@ -124,7 +124,7 @@ def test_an_estimate_leaves_out_what_a_build_leaves_out(folder, capsys, tmp_path
         "subject\trelation\tobject\tsubject_qid\tobject_qid\nA\tr\tB\tQ1\tQ2\nbroken line\n"
     )
     command = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
-    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *command)
+    assert "bad.tsv, line 3: the line has 1 columns instead of 5" in refused(capsys, *command)
     (estimate,) = printed(capsys, *command, "--skip")
     assert estimate["triples"] == 1
 
@@ -143,17 +143,21 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     recall = ("recall", "--index", graph, "--questions", str(tmp_path / "questions.jsonl"))
     assert "is of kind graph and holds no passages" in refused(capsys, *recall)
     build = ("build", "--out", out, "--kind", "graph")
-    assert "a graph is made of files of triples: give --corpus" in refused(capsys, *build)
+    assert "a graph is built from files of triples: give them with --corpus" in refused(
+        capsys, *build
+    )
     assert "--tokenizer is default and an index of kind graph does not read it" in refused(
         capsys, *build, "--corpus", dump, "--tokenizer", "default"
     )
     assert "--embedder is x and an index of kind graph" in refused(
         capsys, *build, "--corpus", dump, "--embedder", "x"
     )
-    assert "'director' is no property" in refused(
+    assert "'director' is not a property" in refused(
         capsys, *build, "--corpus", dump, "--properties", "director"
     )
-    assert "corpus.json is no file of triples" in refused(capsys, *build, "--corpus", "corpus.json")
+    assert "corpus.json is not a file of triples" in refused(
+        capsys, *build, "--corpus", "corpus.json"
+    )
     assert "--languages is en de and an index of kind bm25 does not read it" in refused(
         capsys,
         "build",
@@ -167,9 +171,9 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
         "en",
         "de",
     )
-    assert "--passages is 7 and a graph has none" in refused(
+    assert "--passages is 7 and a graph has no passages" in refused(
         capsys, "estimate", "--corpus", dump, "--kind", "graph", "--passages", "7"
     )
-    assert "is no file of triples" in refused(
+    assert "is not a file of triples" in refused(
         capsys, "estimate", "--corpus", "corpus.json", "--kind", "graph"
     )

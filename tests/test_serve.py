@@ -105,7 +105,7 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
         (["--init", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0 and must be at least 1"),
         (
             ["--init", "x", "--port", "99999"],
-            "--port is 99999 and must be from 0, for any that is free, to 65535",
+            "--port is 99999 and must be from 0, which chooses a free port, to 65535",
         ),
         (
             ["--init", "x", "--max-tokens", "512"],

@@ -1,7 +1,9 @@
-"""Agents: each plays one question in an environment and records the episode.
+"""Agents, which answer questions by searching an environment and record their episodes.
 
-`Agent` is the protocol. `agent.kind` of a configuration chooses one of the classes below it: the
-three that are trained, then the prompt-only baselines.
+`Agent` is the interface. The setting `agent.kind` of a configuration chooses the implementation:
+
+- `Mujica`, `Single` and `Decex` can be trained;
+- the classes from `baselines` work by prompts only.
 """
 
 from mujica_jax.agents.agent import Agent, Attempt, Policy

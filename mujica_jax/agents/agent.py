@@ -1,9 +1,10 @@
-"""The interface of agents: what an agent is, who writes its turns, and how episodes are played.
+"""The interfaces `Agent` and `Policy`, and the function that plays episodes.
 
-An agent plays one episode of an `Attempt` in an environment and records it. A `Policy` writes its
-turns. The policy gets token ids, sampling parameters and a state. The state holds what the agent
-knows at this turn as plain values. Only the agent's own scripts (`demonstrations/`) read it.
-Evaluation, runs and methods know this file and no agent's own types.
+An agent takes an `Attempt` at a question, plays one episode in an environment, and records it. A
+`Policy` writes the turns of the episode. It gets token ids, sampling parameters and a state. The
+state holds everything that the agent knows at this turn, as plain values. Only the scripts in
+`demonstrations/` read it. Evaluation, runs and methods use this file alone and no type of a
+particular agent.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards.reward import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
 
-# About as long as one call of the engine. A poll costs microseconds.
+# The time between two polls. One call of the engine takes about as long, a poll microseconds.
 POLL_SECONDS = 0.1
 
 EnvironmentOf = Callable[[Question], Environment]
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try at one question."""
+    """One attempt at a question. `number` tells apart the attempts at the same question."""
 
     question: Question
     number: int
@@ -37,51 +38,57 @@ class Attempt:
     temperature: float
 
     def turn_seed(self, place: str) -> int:
-        """Return the seed of one turn.
+        """Return the sampling seed of one turn.
 
-        It depends on run seed, question, attempt and place in the episode alone.
+        It depends only on the run's seed, the question, the number of the attempt, and `place`, a
+        name that is unique in the episode.
         """
         text = f"{self.seed}/{self.question.id}/{self.number}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 class Policy(Protocol):
-    """Writes an agent's turns."""
+    """The writer of an agent's turns: a model, or a script that writes demonstrations."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Return the version number of the policy. Version 0 is the policy after the warm-up."""
+        ...
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        """Write the turn after `prompt` (token ids).
+        """Write the turn that follows the token ids `prompt`.
 
-        `state` is the agent's own. `continues` says that the conversation may go on.
+        `state` holds the facts that the agent knows, in a type of its own. `continues` is True if
+        more turns of the same conversation may follow.
         """
         ...
 
 
 class EnginePolicy:
-    """The model behind a `Generator`."""
+    """A policy whose turns are written by the model behind a `Generator`."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
     @property
     def version(self) -> int:
+        """Return the policy version of the generator, or 0 if it has none."""
         return getattr(self._generator, "policy_version", 0)
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        del state  # the model reads tokens
+        """Let the model write the turn. The model reads only the prompt, not the state."""
+        del state
         return await self._generator.generate(prompt, params, continues=continues)
 
 
 class TwoPolicies:
-    """Two models: one writes as worker, the other one writes everything else.
+    """A policy of two models: one writes the worker's turns, the other one all other turns.
 
-    The `role` of an agent's state says whose turn it is.
+    The attribute `role` of the agent's state tells them apart.
     """
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
@@ -90,30 +97,32 @@ class TwoPolicies:
 
     @property
     def version(self) -> int:
+        """Return the version of the planner's policy."""
         return self._planner.version
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
+        """Let the model of the state's role write the turn."""
         is_worker = getattr(state, "role", "") == WORKER
         policy = self._worker if is_worker else self._planner
         return await policy.generate(prompt, params, state=state, continues=continues)
 
 
 class Agent(Protocol):
-    """Plays episodes; any number may run at once."""
+    """A player of episodes. Any number of episodes may run at the same time."""
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """Play one episode and return its record, without its reward.
+        """Play one episode and return its record, without a reward.
 
-        A malformed turn ends it with a `StopReason`, never with an exception.
+        A malformed turn ends the episode with a `StopReason`. It never raises an exception.
         """
         ...
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
-        """Return what conversations of this role begin with.
+        """Return the system prompt and the examples at the start of this role's conversations.
 
-        With it, trajectories can be moved to another prompt.
+        Training uses it to give a trajectory another prompt.
         """
         ...
 
@@ -124,7 +133,7 @@ PlayAttempt = Callable[[Agent, Attempt, Environment, Policy], Awaitable[Trajecto
 def _play_once(
     agent: Agent, attempt: Attempt, environment: Environment, policy: Policy
 ) -> Awaitable[Trajectory]:
-    """Play an attempt. It is not repeated if a search fails."""
+    """Play an attempt once, without a repetition if a search fails."""
     return agent.run(attempt, environment, policy)
 
 
@@ -138,13 +147,13 @@ def _no_poll() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpisodeHooks:
-    """The functions of a program that `run_episodes` calls while it plays."""
+    """The functions that `run_episodes` calls while it plays."""
 
-    # Plays one attempt. `faults.FaultGuard.play` repeats it if a search fails.
+    # Plays one attempt. `faults.FaultGuard.play` also repeats an attempt if a search fails.
     play: PlayAttempt = _play_once
-    # Takes each trajectory, with its reward, when its episode has ended.
+    # Receives each trajectory, with its reward, when the episode has ended.
     on_episode: OnEpisode = _ignore_episode
-    # Is called every POLL_SECONDS. An exception that it raises ends all episodes.
+    # Called every POLL_SECONDS. An exception that it raises ends all episodes.
     poll: Callable[[], None] = _no_poll
 
 
@@ -161,10 +170,11 @@ async def run_episodes(
     concurrency: int,
     hooks: EpisodeHooks = NO_HOOKS,
 ) -> list[Trajectory]:
-    """Play all attempts, at most `concurrency` at a time.
+    """Play all attempts, at most `concurrency` episodes at a time.
 
-    Returns their trajectories with rewards, in the order of `attempts`. The reward is waited for
-    outside of `concurrency`, so that a slow judge does not keep the engine idle.
+    Returns the trajectories with their rewards, in the order of `attempts`. An episode that waits
+    for its reward does not count towards `concurrency`. A slow judge therefore does not leave the
+    engine idle.
     """
     free_places = asyncio.Semaphore(concurrency)
 
@@ -181,10 +191,10 @@ async def run_episodes(
 async def gather_polled(
     parts: Sequence[Coroutine[Any, Any, Result]], poll: Callable[[], None]
 ) -> list[Result]:
-    """Run all parts at once and return their results in order.
+    """Run all coroutines at the same time and return their results in order.
 
-    `poll` is called every POLL_SECONDS, between two calls of the engine. An exception that it
-    raises ends the parts.
+    `poll` is called every POLL_SECONDS, between two calls of the engine. If it raises an exception,
+    the coroutines are cancelled.
     """
     all_parts = asyncio.gather(*parts)
     try:
@@ -194,6 +204,6 @@ async def gather_polled(
                 return list(all_parts.result())
             poll()
     finally:
-        # Wait until the cancelled parts have ended, and read their errors.
+        # Wait until the cancelled coroutines have ended, and collect their errors.
         all_parts.cancel()
         await asyncio.gather(all_parts, return_exceptions=True)

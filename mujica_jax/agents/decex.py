@@ -1,7 +1,7 @@
-"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper).
+"""The agent Decex: DecEx-RAG's process of decisions and executions (section 2.1 of the paper).
 
-The output format is that of the paper's table 3. A turn of the model is one thought, then one
-search or the final answer. The result of a search is the next message:
+The model writes in the format of the paper's table 3. A turn is one thought, followed by one search
+or by the final answer. The next message contains the results of the search:
 
     <think> I need the director. So, the next sub-question is: Who directed the film Amber Tide?
     I need to look this up. </think>
@@ -14,19 +14,27 @@ search or the final answer. The result of a search is the next message:
     She was born in Ghent. </think>
     <answer> Ghent </answer>
 
-Both decisions stand in the thought. The termination decision is a sub-question, or the end of the
-thought with the final answer. The retrieval decision is a recalled fact, or the end of the thought
-with a sub-query. Each decision with its execution is a `Piece` of a turn. An episode is sampled
-turn by turn. A search tree (`methods/decex/tree.py`) samples it piece by piece: it samples the rest
-of a turn and keeps the tokens of the first piece. So the pieces of a turn are the very tokens of
-that turn.
+The model makes two kinds of decisions:
 
-Differences from the paper. Table 3 prints a thought without line breaks. Here a line break ends a
-sub-question or a recalled fact; text without line breaks is read too. The sentences that begin an
-execution ("I know about this:", "I need to look this up.") are ours, so that a tree can ask for
-either branch. The paper's trees ask for each kind of execution under a prompt of its own (tables 4
-to 8). Here the policy writes all of them under one prompt; a second model has those prompts
-(`decex_writer.py`). The wording of all prompts is ours.
+- The termination decision: ask the next sub-question in the thought, or end the thought and write
+  the final answer.
+- The retrieval decision: recall a fact in the thought, or end the thought and write a search.
+
+A decision together with its execution is a `Piece` of a turn. An ordinary episode is sampled turn
+by turn. A search tree (`methods/decex/tree.py`) samples piece by piece: it samples the rest of a
+turn and keeps only the tokens of the first piece. The pieces of a turn, joined, are therefore
+exactly the tokens of the turn.
+
+Differences from the paper:
+
+- Table 3 shows thoughts without line breaks. Here a line break ends a sub-question or a recalled
+  fact. Text without line breaks is parsed too.
+- The sentences that begin an execution ("I know about this:", "I need to look this up.") are our
+  own. With them a search tree can ask for either branch.
+- The paper's trees use a separate prompt for each kind of execution (tables 4 to 8). Here the
+  policy writes all of them with one prompt. Only a second model uses separate prompts
+  (`decex_writer.py`).
+- The wording of all prompts is our own.
 """
 
 import copy
@@ -48,24 +56,25 @@ from mujica_jax.records import Conversation, Question, StopReason, Trajectory, T
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-DECEX = "decex"  # role of the conversation
+# The role of the conversation.
+DECEX = "decex"
 STOPS = ("</search>", "</answer>")
 
-# What decisions and executions begin with.
+# The words with which decisions and executions begin.
 SUB_QUESTION = "So, the next sub-question is:"
 RECALL = "I recall that"
 MEMORY = "I know about this:"
 LOOK_UP = "I need to look this up."
 
-# How a sub-question is solved: the retrieval decision.
+# The retrieval decision: solve a sub-question from memory or by a search.
 Source = Literal["memory", "search"]
-# Whether to answer or to ask the next sub-question: the termination decision.
+# The termination decision: stop and answer, or go on with the next sub-question.
 Decided = Literal["stop", "go_on"]
 PieceKind = Literal["sub-question", "memory", "search", "answer"]
 BEGINS: dict[Source, str] = {"memory": MEMORY, "search": f"{LOOK_UP} </think>\n<search>"}
 AFTER_THOUGHT: dict[Decided, str] = {"stop": " </think>\n<answer>", "go_on": f" {SUB_QUESTION}"}
 
-# --- parsing what the model wrote ---
+# --- Parsers for the turns that the model writes. ---
 
 _THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
@@ -82,21 +91,24 @@ _REST_OF_LINE = re.compile(r"[ \t]*\n?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A decision with its execution."""
+    """A decision with its execution, as parsed from the text of a turn.
+
+    `text` is the sub-question, the recalled fact, the query or the final answer. `start` and `end`
+    are positions in the parsed text. The thought before the decision ends at `start`.
+    """
 
     kind: PieceKind
-    text: str  # the sub-question, what is recalled, the sub-query or the final answer
-    # Places in the text that was read. The thought before the decision ends at `start`.
+    text: str
     start: int
     end: int
 
 
 def first_piece(text: str, *, in_thought: bool, has_sub_question: bool) -> Piece | None:
-    """Return the first piece of a turn, or of the rest of one; None where nothing can be read.
+    """Return the first piece of a turn or of the rest of a turn, or None if there is none.
 
-    `in_thought` says that a thought is open where the text begins, `has_sub_question` that a
-    sub-question waits for its answer. A search or an answer counts outside of thoughts only. An
-    answer counts even where the turn also searches.
+    `in_thought` is True if a thought is already open where the text begins. `has_sub_question` is
+    True if a sub-question waits for its answer. Only outside of thoughts does a search or an answer
+    count. If a turn contains both, the answer counts.
     """
     thought_end = _end_of_thought(text, in_thought)
     question = _SUB_QUESTION.search(text, 0, thought_end)
@@ -106,7 +118,7 @@ def first_piece(text: str, *, in_thought: bool, has_sub_question: bool) -> Piece
             "memory", text, match=recalled, content=recalled["text"], thought_end=thought_end
         )
     if question is not None:
-        # A sub-question may be followed by other words on its line.
+        # Other words may follow the sub-question on its line.
         line = question["text"]
         sub_question = line[: line.rfind("?") + 1] or line
         return _piece_in_thought(
@@ -124,9 +136,9 @@ def first_piece(text: str, *, in_thought: bool, has_sub_question: bool) -> Piece
 
 
 def _end_of_thought(text: str, in_thought: bool) -> int:
-    """Return where the first thought is closed; 0 where there is none.
+    """Return the position at which the first thought ends, or 0 if the text has no thought.
 
-    A chat template may have opened it.
+    `in_thought` is True if the chat template or an earlier piece has opened the thought.
     """
     closing = _THOUGHT_ENDS.search(text)
     if closing is not None:
@@ -139,7 +151,7 @@ def _end_of_thought(text: str, in_thought: bool) -> int:
 def _piece_in_thought(
     kind: PieceKind, text: str, *, match: re.Match[str], content: str, thought_end: int
 ) -> Piece:
-    """Return a piece that stands in a thought. It ends with the white space of its line."""
+    """Return a piece that is part of a thought. It includes the white space that ends its line."""
     end = match.start("text") + len(content)
     rest_of_line = _REST_OF_LINE.match(text, end, thought_end)
     if rest_of_line is not None:
@@ -147,28 +159,32 @@ def _piece_in_thought(
     return Piece(kind=kind, text=protocol.one_line(content), start=match.start(), end=end)
 
 
-# --- what the model writes ---
+# --- Writers of pieces, for demonstrations. ---
 #
-# Demonstrations are written with these functions, so that writer and reader cannot drift apart.
+# They are in this file with the parsers, so that both keep to the same format.
 
 
 def write_sub_question(thought: str, question: str) -> str:
+    """Write a thought that asks the next sub-question."""
     return f"{thought} {SUB_QUESTION} {question}\n"
 
 
 def write_memory(thought: str, recalled: str) -> str:
+    """Write the part of a thought that answers a sub-question from memory."""
     return f"{MEMORY} {thought} {RECALL} {recalled}\n"
 
 
 def write_search(query: str, thought: str = LOOK_UP) -> str:
+    """Write the end of a thought and a search."""
     return f"{thought} </think>\n<search> {query} </search>"
 
 
 def write_answer(thought: str, answer: str) -> str:
+    """Write the end of a thought and the final answer."""
     return f"{thought} </think>\n<answer> {answer} </answer>"
 
 
-# --- prompts ---
+# --- Prompts. ---
 
 _BRIEF = "Ask, recall or search, answer."
 _RULES = (
@@ -188,7 +204,7 @@ _RULES = (
     "answer, as short as possible, inside <answer> ... </answer>. Do not answer from anything that "
     "you did not recall or find before."
 )
-# One worked example: what the model is shown, and what it writes. People and works are invented.
+# One worked example as pairs (user message, model's reply). The people and works are invented.
 _EXAMPLES = (
     (
         "Question: Where was the director of film Amber Tide born?",
@@ -214,23 +230,24 @@ _EXAMPLES = (
 
 
 def opening(mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode.
+    """Return the system prompt and the worked example.
 
-    `brief` is one line, `zero_shot` the rules, `few_shot` the rules and a worked example.
+    `mode` is `brief` for one line, `zero_shot` for the rules, or `few_shot` for the rules and a
+    worked example.
     """
     if mode == "brief":
         return Opening(system=_BRIEF)
     return Opening(system=_RULES, examples=_EXAMPLES if mode == "few_shot" else ())
 
 
-# --- the agent ---
+# --- The agent. ---
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A sub-question that was solved, by a recalled fact or by passages."""
+    """A sub-question that was solved by a recalled fact or by passages."""
 
-    # The sub-question, or the query of a turn that searched without one.
+    # The sub-question. If the model searched without asking one, it is the query.
     question: str
     # The thought that led to the question.
     thought: str = ""
@@ -246,36 +263,43 @@ class DecexState:
     role: ClassVar = DECEX
     question: Question
     steps: tuple[Step, ...]
-    # The sub-question to solve, or None where the next decision is due.
+    # The sub-question to solve, or None if the termination decision is next.
     asked: str | None
-    # The text of the open turn so far.
+    # The text of the unfinished turn so far.
     turn: str = ""
-    # The beginning of the rest of the turn. The policy writes on from there.
+    # Text that is given as the beginning of the rest of the turn. The policy continues after it.
     begins: str = ""
-    # Whether only the first piece of the new text stays in the turn.
+    # True if only the first piece of the new text is kept.
     is_piece: bool = False
 
 
 class Decex:
-    """Implements `Agent`."""
+    """The agent of DecEx-RAG. It implements `Agent`."""
 
     def __init__(self, tokenizer: Tokenizer, config: DecexConfig) -> None:
         self._tokenizer = tokenizer
         self._config = config
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the system prompt and the worked example. Role and kind do not matter."""
         del role, kind
         return opening(self._config.prompt)
 
     def begin(self, attempt: Attempt, environment: Environment, policy: Policy) -> "Chain":
+        """Return the chain of a new episode."""
         return Chain(self._tokenizer, self._config, attempt, environment, policy)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        """Play one episode and return its record, without a reward."""
         return await self.begin(attempt, environment, policy).finish()
 
 
 class Chain(Episode):
-    """The reasoning about one question so far. It ends with an outcome: the answer, and why."""
+    """The reasoning about one question so far.
+
+    `outcome` is None while the chain is unfinished. Then it holds the answer, which is empty if
+    there is none, and the reason why the chain ended. `asked` is the sub-question to solve, or None.
+    """
 
     def __init__(
         self,
@@ -290,15 +314,16 @@ class Chain(Episode):
         prompt = opening(config.prompt)
         self._dialogue = Dialogue(tokenizer, DECEX, system=prompt.system, examples=prompt.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
-        # The path from the root of a search tree, and how many parts were written on this chain.
+        # The path from the root of a search tree to this chain.
         self._place = ""
+        # How many times the policy has written a part of a turn on this chain.
         self._writes = 0
-        # The text and the tokens of the turn that is being written.
+        # The text of the unfinished turn, and its number of tokens.
         self._open_turn = ""
         self._open_tokens = 0
-        # The thought that led to the sub-question.
+        # The thought that led to the current sub-question.
         self._thought = ""
-        # Sub-questions, and searches without one.
+        # Counts the sub-questions, and the searches without a sub-question.
         self._iterations = 0
         self._discarded_tokens = 0
         self.steps: tuple[Step, ...] = ()
@@ -307,9 +332,10 @@ class Chain(Episode):
         self.outcome: tuple[str, StopReason] | None = None
 
     def fork(self, place: str) -> "Chain":
-        """Return a chain with the same past and a future of its own.
+        """Return an independent copy of the chain.
 
-        `place` is unique among the forks of this chain: it seeds what the fork samples.
+        `place` is a name that is unique among the forks of this chain. The fork's sampling seeds
+        depend on it.
         """
         other = copy.copy(self)
         other._dialogue = self._dialogue.fork()
@@ -319,36 +345,42 @@ class Chain(Episode):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation so far, with those that were sampled beyond a piece."""
+        """Number of tokens of the conversation so far, with the sampled tokens that were dropped.
+
+        The tokens that the policy samples after the end of a piece are dropped.
+        """
         return len(self._dialogue.token_ids) + self._discarded_tokens
 
     @property
     def can_ask(self) -> bool:
-        """Whether iterations are left."""
+        """Whether the limit permits another sub-question."""
         return self._iterations < self._config.max_iterations
 
     @property
     def _is_in_thought(self) -> bool:
-        """Whether the model writes on in its thought.
+        """Whether the model's next token is inside of a thought.
 
-        It does so in the middle of a turn, and after a template that opens the thought.
+        That is the case in the middle of a turn, and if the chat template opens a thought.
         """
         return bool(self._open_turn) or self._dialogue.thought_open
 
     def pieces(self) -> Conversation:
-        """Return the conversation with each piece of the model as a turn."""
+        """Return the conversation with each piece of the model as a separate turn."""
         return self._dialogue.record()
 
     def record(self) -> Conversation:
-        """Return the conversation with the pieces of each turn joined.
+        """Return the conversation with the pieces of each turn joined into one turn.
 
-        The turns are as if each had been sampled at once.
+        The result looks as if each turn had been sampled in one go.
         """
         conversation = self._dialogue.record()
         return dataclasses.replace(conversation, turns=_joined(conversation.turns))
 
     async def finish(self) -> Trajectory:
-        """Write turns to the end and return the record. A chain that has ended stays as it is."""
+        """Sample turns until the chain ends, and return the record of the episode.
+
+        A chain that has already ended gets no further turns.
+        """
         while self.outcome is None:
             await self._turn()
         answer, reason = self.outcome
@@ -358,16 +390,16 @@ class Chain(Episode):
         )
 
     async def decide(self) -> None:
-        """Take the termination decision: the final answer or the next sub-question.
+        """Sample the termination decision: the final answer or the next sub-question.
 
-        A sub-question is possible only while iterations are left.
+        If the limit permits no further sub-question and the model asks one, the chain ends.
         """
         await self._piece("sub-question", "answer")
 
     async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
-        """Take the other termination decision than `sample`, after the same thought.
+        """Sample the piece of decision `to`, after the thought that `sample` wrote.
 
-        `sample` is a fork with the same past.
+        `sample` is a fork with the same past, which has made the opposite decision.
         """
         thought = sample._ids_before_decision()
         begins = (*thought, *self.tokenizer.encode_model(AFTER_THOUGHT[to]))
@@ -375,17 +407,17 @@ class Chain(Episode):
         await self._piece(kind, begins=begins)
 
     async def solve(self, source: Source) -> None:
-        """Execute the retrieval decision.
+        """Solve the sub-question from the given source.
 
-        The next piece begins with the words of the decision, and the model writes on.
+        The next piece begins with the words of this retrieval decision, and the model continues.
         """
-        assert self.asked is not None, "a sub-question is solved"
+        assert self.asked is not None, "there must be a sub-question to solve"
         new_line = "" if self._open_turn.endswith("\n") else "\n"
         begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
         await self._piece(source, begins=tuple(begins))
 
     async def _turn(self) -> None:
-        """Write the rest of a turn, and follow all of its pieces."""
+        """Sample the rest of a turn, and execute all of its pieces."""
         part = self._part(begins=(), read_piece=None)
         text = await self._write(part)
         if text is None:
@@ -407,7 +439,7 @@ class Chain(Episode):
             in_thought = True
 
     async def _piece(self, *kinds: PieceKind, begins: tuple[int, ...] = ()) -> None:
-        """Write one piece. The chain ends where the piece is of no kind in `kinds`."""
+        """Sample one piece and execute it. If its kind is not in `kinds`, the chain ends."""
         has_sub_question = self.asked is not None
         in_thought = self._is_in_thought
 
@@ -425,7 +457,7 @@ class Chain(Episode):
         await self._follow(part.piece, text[: part.piece.start])
 
     async def _follow(self, piece: Piece, thought: str) -> None:
-        """Do what a piece says. `thought` is the text before its decision."""
+        """Execute a piece. `thought` is the text before its decision."""
         self.last = piece
         if piece.kind == "answer":
             self.outcome = (piece.text, StopReason.ANSWERED)
@@ -440,7 +472,7 @@ class Chain(Episode):
                 await self._search(piece.text)
 
     def _ask(self, question: str, thought: str) -> None:
-        """Begin a sub-question. Without an iteration left, the chain ends."""
+        """Begin a sub-question. If the limit permits no further one, the chain ends."""
         if not self.can_ask:
             self.outcome = ("", StopReason.ITERATION_LIMIT)
             return
@@ -449,7 +481,7 @@ class Chain(Episode):
         self._thought = protocol.one_line(_THOUGHT_BEGINS.sub("", thought))
 
     async def _search(self, query: str) -> None:
-        """Solve the sub-question by a search, whose passages are the next message."""
+        """Solve the sub-question by a search, and append the passages as the next message."""
         try:
             materials = await self.search_passages(query, len(self.steps))
         except RetrievalError:
@@ -464,7 +496,7 @@ class Chain(Episode):
         self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()
     ) -> None:
         """Record that the sub-question is solved."""
-        assert self.asked is not None, "a sub-question is solved"
+        assert self.asked is not None, "there must be a sub-question to solve"
         step = Step(
             question=self.asked,
             thought=self._thought,
@@ -478,9 +510,9 @@ class Chain(Episode):
     def _part(
         self, *, begins: tuple[int, ...], read_piece: Callable[[str], Piece | None] | None
     ) -> "_PartOfTurn":
-        """Return the policy that writes the rest of a turn.
+        """Return a policy that writes the rest of a turn, after the tokens `begins`.
 
-        With `read_piece` it writes the first piece of the rest only.
+        If there is a parser `read_piece`, the policy keeps only the first piece of the rest.
         """
         return _PartOfTurn(
             self.policy,
@@ -491,9 +523,9 @@ class Chain(Episode):
         )
 
     async def _write(self, part: "_PartOfTurn") -> str | None:
-        """Write a part of a turn and return its text.
+        """Sample a part of a turn and return its text.
 
-        If a limit cuts it, the chain ends and None is returned.
+        If a length limit cuts it, the chain ends and the result is None.
         """
         state = DecexState(
             question=self.attempt.question,
@@ -521,15 +553,15 @@ class Chain(Episode):
         return self._dialogue.record().turns[-1].text
 
     def _ids_before_decision(self) -> tuple[int, ...]:
-        """Return the tokens of the last piece that stand before its decision."""
+        """Return the tokens of the last piece that come before its decision."""
         ids = self._dialogue.record().turns[-1].token_ids
-        assert self.last is not None, "the chain has decided"
+        assert self.last is not None, "the chain must have made a decision"
         thought = _spelled(self.tokenizer, ids)[: self.last.start].rstrip()
         return ids[: _tokens_of(self.tokenizer, ids, text=thought)]
 
 
 def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return the turns with each run of model turns as one."""
+    """Return the turns, with consecutive turns of the model joined into one."""
     joined: list[Turn] = []
     for turn in turns:
         previous = joined[-1] if joined else None
@@ -551,19 +583,19 @@ def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of tokens byte by byte. Half a character at its end is kept."""
+    """Return the text of tokens. The bytes of incomplete characters become surrogate escapes."""
     return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
 
 
 def _readable(spelled: str) -> str:
-    """Return spelled text with U+FFFD for each part of a character that is not whole."""
+    """Return a text from `_spelled` with U+FFFD in place of each incomplete character."""
     return spelled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
-    """Return how many of the first tokens spell `text`, which is the beginning of what they say.
+    """Return how many of the first tokens spell `text`, the beginning of their joined text.
 
-    A token that goes on beyond `text` is counted if it adds only white space.
+    The last token may extend beyond `text`. It is counted if the rest of it is white space.
     """
     text_bytes = len(text.encode("utf-8", "surrogateescape"))
     spelled_bytes = 0
@@ -580,10 +612,13 @@ def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
 
 
 class _PartOfTurn:
-    """Implements `Policy`: lets another policy write on after the tokens `begins`.
+    """A policy that puts the tokens `begins` before the text that another policy writes.
 
-    With `read_piece` the first piece is kept and the tokens after it are left out. The tokens of
-    `begins` have no log-probabilities, and then neither has the rest.
+    If there is a parser `read_piece`, only the first piece is kept. The tokens after it are counted
+    in `discarded_tokens` and dropped. `piece` is then the parsed piece.
+
+    The tokens in `begins` were not sampled and have no log-probabilities. A completion that starts
+    with them therefore has none at all.
     """
 
     def __init__(
@@ -600,16 +635,18 @@ class _PartOfTurn:
         self._max_tokens = max_tokens
         self.begins = begins
         self.read_piece = read_piece
-        self.piece: Piece | None = None  # the first piece, once it is read
+        self.piece: Piece | None = None
         self.discarded_tokens = 0
 
     @property
     def version(self) -> int:
+        """Return the version of the other policy."""
         return self._policy.version
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
+        """Write the rest of the turn. It begins with the tokens `begins`."""
         room = min(params.max_new_tokens, self._max_tokens)
         new_tokens = room - len(self.begins)
         if new_tokens < 1:
@@ -637,20 +674,21 @@ class _PartOfTurn:
     def _cut_after_first_piece(
         self, completion: Completion, read_piece: Callable[[str], Piece | None]
     ) -> Completion:
-        """Read the first piece, and return the completion without the tokens after it."""
+        """Parse the first piece, and return the completion without the tokens after it."""
         ids = completion.token_ids
         if completion.finish_reason == "stop":
             ids = ids[:-1]
         text = _spelled(self._tokenizer, ids)
         piece = read_piece(text)
         if piece is not None:
-            # Places count in the spelled text, but what is searched and stored must be whole text.
+            # Positions refer to the text with surrogate escapes. The text of a piece is searched
+            # and stored, so it must be valid Unicode.
             self.piece = dataclasses.replace(piece, text=_readable(piece.text))
 
         # A search or an answer ends the turn.
         if piece is None or piece.kind in ("search", "answer"):
             return completion
-        # The length limit may have cut the piece itself.
+        # If the piece ends where the length limit cut the turn, it may be incomplete.
         ends_with_piece = piece.end == len(text) and not text.endswith("\n")
         if completion.finish_reason == "length" and ends_with_piece:
             return completion

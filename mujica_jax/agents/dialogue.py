@@ -1,7 +1,7 @@
-"""A conversation under construction, token by token as the engine sees it.
+"""The class `Dialogue`: a conversation under construction, in the tokens that the engine sees.
 
-Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the
-mask is made here, where the tokens are made.
+Token ids are only appended, never changed. The model's tokens therefore stay exactly as they were
+sampled. Each turn is marked here as trained or not, at the moment when its tokens are added.
 """
 
 import dataclasses
@@ -16,25 +16,25 @@ from mujica_jax.records import Conversation, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-    """The beginning of all conversations of a role."""
+    """The beginning that all conversations of a role share."""
 
     # The system prompt.
     system: str
-    # Worked examples as chat turns, (user message, model's reply) in their order. An example of
-    # several turns is several pairs; the first of them asks its question.
+    # Worked examples as pairs (user message, model's reply). An example with several turns takes
+    # several consecutive pairs. Its first pair asks the question.
     examples: tuple[tuple[str, str], ...] = ()
 
 
 class Dialogue:
-    """A conversation that grows by user messages and turns of the model."""
+    """A conversation that grows by user messages and by turns of the model."""
 
     def __init__(
         self, tokenizer: Tokenizer, role: str, system: str, examples: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Begin an empty conversation.
 
-        `examples` stand before the first user message (`Opening`). They are context, and carry no
-        loss.
+        `examples` come before the first user message (see `Opening`). They are context and are not
+        trained.
         """
         self._tokenizer = tokenizer
         self._role = role
@@ -46,10 +46,9 @@ class Dialogue:
 
     @property
     def thought_open(self) -> bool:
-        """Whether the model writes on inside of a thought.
+        """Whether the model's next token is inside of a thought.
 
-        It does so where the chat template opened the thought, or an earlier part of the same turn
-        did.
+        Either the chat template or an earlier part of the same turn has opened the thought.
         """
         texts_of_this_turn: list[str] = []
         for turn in reversed(self._turns):
@@ -61,9 +60,10 @@ class Dialogue:
         )
 
     def add_user(self, text: str, *, tag: str | None = None) -> None:
-        """Append a user message and the beginning of the model's turn. `text` is untrusted.
+        """Append a user message and the beginning of the model's turn.
 
-        With `tag` a later message stands between that tag and its end.
+        `text` may contain anything: special tokens and tags in it are neutralised. With `tag`,
+        every message after the first one is enclosed in <tag> and </tag>.
         """
         if self._turns:
             ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, tag=tag)
@@ -74,16 +74,16 @@ class Dialogue:
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
     def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
-        """Append what the model generated and return its text, without the stop token.
+        """Append the model's completion and return its text, without the stop token.
 
-        Where the chat template opened a thought, the text begins with its tag.
+        If the chat template opened a thought, the returned text begins with the tag of the thought.
 
-        A turn that a length limit cut off is marked as cut and not as trained. Maximum likelihood
-        would teach the policy to be cut off. A policy gradient learns the turn with the reward of
-        its episode.
+        If a length limit ended the turn, it is marked as cut and not as trained. Otherwise maximum
+        likelihood would teach the policy to be cut off. A policy gradient learns such a turn with
+        the reward of its episode.
 
-        If the stop string `cut_at` ended the turn, its tokens are left out: what it begins is not
-        the model's to write.
+        If the stop string `cut_at` ended the turn, its tokens are left out. They begin a message
+        that the model must not write itself.
         """
         begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
@@ -109,9 +109,9 @@ class Dialogue:
         return self._tokenizer.opened_thought + text if begins_turn else text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
-        """Return how many tokens end before the last mention of the stop string.
+        """Return how many tokens end before the last occurrence of the stop string.
 
-        The last mention ended the turn: thoughts may mention the string too.
+        Thoughts may contain the string too, but only the last occurrence ended the turn.
         """
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
         begin = b"".join(pieces).rfind(stop_string.encode())
@@ -121,7 +121,7 @@ class Dialogue:
         return sum(end <= begin for end in token_ends)
 
     def fork(self) -> "Dialogue":
-        """Return a copy. What is appended to either does not reach the other."""
+        """Return an independent copy. Turns that are appended to one do not change the other."""
         other = Dialogue(self._tokenizer, self._role, self._system, self._examples)
         other._turns = list(self._turns)
         other._stopped = self._stopped
@@ -129,6 +129,7 @@ class Dialogue:
         return other
 
     def record(self) -> Conversation:
+        """Return the conversation so far."""
         return Conversation(role=self._role, turns=tuple(self._turns))
 
     def _append(self, turn: Turn) -> None:
@@ -139,12 +140,14 @@ class Dialogue:
 def with_opening(
     conversation: Conversation, tokenizer: Tokenizer, opening: Opening
 ) -> Conversation:
-    """Return the same conversation after another opening.
+    """Return the same conversation with another opening.
 
     The first turn holds the system prompt, the worked examples and the first user message. It is
-    rendered again from the text of that message. All later turns keep their tokens. Trajectories
-    that were sampled with worked examples are learnt without them this way (appendix D.3 of the
-    paper). Their log-probabilities belonged to the old opening and are dropped.
+    tokenised again with the new opening. All later turns keep their tokens. They lose their
+    log-probabilities, which are only valid with the old opening.
+
+    Trajectories that were sampled with worked examples are trained without them in this way
+    (appendix D.3 of the Mujica-MyGO paper).
     """
     message = conversation.turns[0].text
     ids = tokenizer.open_conversation(opening.system, message, opening.examples)

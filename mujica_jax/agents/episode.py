@@ -1,6 +1,7 @@
-"""The parts that episodes of all agents share.
+"""The base class `Episode`, with the steps that all agents share.
 
-These are: a turn within its limits, a search whose materials fit, and the record at the end.
+It lets the policy write a turn within the length limits. It searches, and shortens the results to
+the limit of an observation. At the end it makes the record of the episode.
 """
 
 import dataclasses
@@ -16,23 +17,24 @@ from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
 
-# A tokenizer decodes this where a cut left only some bytes of a character.
+# A tokenizer decodes to this character if a cut leaves only some bytes of a character.
 HALF_CHARACTER = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """One turn of the model."""
+    """The outcome of one turn of the model."""
 
     text: str
-    # The limit that ended the turn, or what is wrong with an endpoint's reply.
+    # None for a complete turn. Otherwise the limit that ended it, or the fault of the endpoint's
+    # reply.
     cut: StopReason | None = None
-    # None where no room was left to write, or nothing came.
+    # None if the conversation had no room for another token, or the endpoint gave no usable reply.
     completion: Completion | None = None
 
 
 class Episode:
-    """State of one episode, and the ways in which an agent plays it."""
+    """The state of one episode, and the steps from which an agent builds it."""
 
     def __init__(
         self,
@@ -61,10 +63,15 @@ class Episode:
         cut_at: str | None = None,
         policy: Policy | None = None,
     ) -> Written:
-        """Let a policy write one turn. Without `policy` it is the policy of the episode.
+        """Let a policy write one turn of the dialogue, within the length limits.
 
-        `place` is unique in the episode and seeds the turn. If the stop string `cut_at` ended the
-        turn, it is left out.
+        - `place` is a name of the turn that is unique in the episode. The turn's seed depends on
+          it.
+        - `state` holds the facts that the agent knows. Only scripted policies read it.
+        - `stop_strings` end the turn.
+        - `continues` is True if more turns of the dialogue may follow.
+        - `cut_at` is a stop string to remove from the end of the turn, with everything after it.
+        - `policy` replaces the policy of the episode for this turn.
         """
         room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
@@ -94,11 +101,11 @@ class Episode:
         return Written(text=text, cut=limit, completion=completion)
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
-        """Return the first materials that fit the limit of an observation."""
+        """Return the first materials that fit into an observation's limit in tokens."""
         return fit(self.tokenizer, materials, max_tokens=self.limits.max_observation_tokens)
 
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
-        """Search, and record the search as one that the model reads itself.
+        """Search for passages that the model reads itself, without a worker, and record the search.
 
         Raises RetrievalError.
         """
@@ -116,7 +123,7 @@ class Episode:
         reason: StopReason,
         counts: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """Return the record of the episode, which ends now."""
+        """End the episode and return its record."""
         return Trajectory(
             question_id=self.attempt.question.id,
             attempt=self.attempt.number,
@@ -134,16 +141,16 @@ class Episode:
 def fit(
     tokenizer: Tokenizer, materials: Sequence[Material], max_tokens: int
 ) -> tuple[Material, ...]:
-    """Return the first materials that fit `max_tokens`.
+    """Return the first materials whose tokens number at most `max_tokens` together.
 
-    If the first material does not fit, it is cut rather than left out.
+    If already the first material is too long, it is shortened.
     """
     sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
     fitting: list[Material] = []
     used_tokens = 0
     for place, material in enumerate(materials):
-        # A byte-level token covers at least one byte. Short materials are known to fit without
-        # being tokenised.
+        # A byte-level token covers at least one byte. If the bytes fit, the tokens fit too, and the
+        # materials need not be tokenised.
         if used_tokens + sum(sizes_bytes[place:]) <= max_tokens:
             return (*fitting, *materials[place:])
 

@@ -1,28 +1,31 @@
-"""EviPath's contract between planner, executor and environment.
+"""The class `EviPathContract`: the prompts, tags and parsers of EviPath.
 
-The paper is "From Evidence to Trajectory"; the contract is that of its tables 8 to 11.
+They follow tables 8 to 11 of the paper "From Evidence to Trajectory". The paper's executor is
+called `worker` in this package.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
                      <think> ... </think> <answer> ... </answer>
     planner, text    <think> ... </think> <action> Search("...") ... </action>
                      <think> ... </think> <answer> ... </answer>
     executor         <think> ... </think> <select> [i][j] </select> <answer> ... </answer>
-                     No relevant information found.        (bare, where no evidence matches)
+                     No relevant information found.   (without any tag, if no evidence matches)
 
-Mujica's contract (`protocol.py`) has <search> in place of the planner's calls over text, <sentence>
-in place of the executor's <answer>, and [-1] in place of the bare sentence. Tags, fields and the
-order of the fields are the paper's. The rules and the invented examples are in our words. The
-paper's executor is called `worker` in records.
+Mujica's contract (`protocol.py`) differs in three places. In text environments the planner writes
+<search>. The worker's answer has the tag <sentence>. A worker that finds nothing selects [-1].
 
-Our readings of the paper:
+Tags, fields and the order of the fields are those of the paper. The rules and the invented examples
+are in our own words.
 
-- Table 10 shows one search in a turn. Section 4.1.2 has a set of them, so a turn over text may hold
-  several, one a line.
-- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph.
-  Ours is that of table 10, with table 8's calls, candidates and observations.
-- Table 9 is a prompt for synthesis as well. The executor's prompt over a graph is table 11's, with
-  triples.
-- `brief` prompts, for small models trained from scratch, are Mujica's one-line prompts.
+Where the paper is not explicit, we chose:
+
+- Several searches in a turn. Table 10 shows one search, but section 4.1.2 describes a set of
+  searches. In text environments a turn may therefore contain several, one on each line.
+- The planner's prompt for graphs. Table 8 is a prompt for synthesis, and the paper shows none for
+  training. Ours is the prompt of table 10 with the calls, candidates and observations of table 8.
+- The executor's prompt for graphs. Table 9 is a prompt for synthesis too. Ours is the prompt of
+  table 11 with triples.
+- The `brief` prompts, for small models that are trained from scratch. They are the one-line prompts
+  of Mujica.
 """
 
 import re
@@ -59,12 +62,12 @@ _TEXT_CALL = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _BARE_NOTHING_FOUND = NOTHING_FOUND.rstrip(".").casefold()
-# Tables 8 and 10.
+# The first word of a message to the planner, from tables 8 and 10.
 _OBSERVATIONS = {"graph": "Observation:", "text": "Obs:"}
 
 
 class EviPathContract(Contract):
-    """Tags, prompts and parsers of EviPath."""
+    """The prompts, tags and parsers of EviPath."""
 
     sentence_tag = "answer"
     explains_nothing_found = False
@@ -79,7 +82,12 @@ class EviPathContract(Contract):
         parallel: bool = True,
         split: bool = True,
     ) -> Opening:
-        assert split, "checked with the configuration: EviPath has an executor"
+        """Return the system prompt and the worked examples of a role.
+
+        If `parallel` is False, the prompt asks the planner for one search in each turn. `split`
+        must be True, because EviPath always has an executor.
+        """
+        assert split, "EviPath needs an executor, and the check of the configuration demands it"
         if mode == "brief":
             return super().opening(role, kind, mode=mode, parallel=parallel)
         rules = _RULES[role, kind]
@@ -93,6 +101,7 @@ class EviPathContract(Contract):
         return Opening(system=rules, examples=tuple(exchanges))
 
     def observation(self, kind: EnvironmentKind) -> str:
+        """Return the word that begins a message to the planner."""
         return _OBSERVATIONS[kind]
 
     def planner_observation(
@@ -102,9 +111,9 @@ class EviPathContract(Contract):
         first: int,
         kind: EnvironmentKind,
     ) -> str:
-        """Return the message with each search's sentence and its new candidates.
+        """Return the message to the planner with the answers to the searches of its turn.
 
-        The candidates that a search named stand behind its sentence, numbered from `first` on.
+        After each answer come the new candidates of that search. They are numbered from `first`.
         """
         lines = []
         next_number = first
@@ -127,11 +136,13 @@ class EviPathContract(Contract):
         kind: EnvironmentKind,
         mode: PromptMode,
     ) -> str:
+        """Return the message to an executor: the sub-question and the numbered evidence."""
         question = f"Question: {one_line(query)}"
         evidence_lines = protocol.numbered(materials, mode)
         return "\n".join([question, "Supporting evidences:", *evidence_lines])
 
     def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
+        """Return the strings that end a turn of this role."""
         if role == WORKER:
             return ("</answer>", protocol.OBSERVATION)
         return ("</action>", "</answer>", self.observation(kind))
@@ -139,6 +150,7 @@ class EviPathContract(Contract):
     def parse_planner(
         self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
     ) -> PlannerAction:
+        """Parse a turn of the planner. For graphs the format is the same as Mujica's."""
         if kind == "graph":
             return super().parse_planner(
                 text, kind, candidates=candidates, max_searches=max_searches
@@ -155,10 +167,10 @@ class EviPathContract(Contract):
         return PlannerAction(searches=tuple(calls), unreadable=unreadable)
 
     def parse_worker(self, text: str, *, materials: int) -> WorkerReply:
-        """Read one executor turn.
+        """Parse a turn of the executor.
 
-        The bare sentence says that nothing was found, with or without quotation marks and full
-        stop.
+        A turn that consists of the sentence NOTHING_FOUND, without tags, says that no evidence
+        matches. It may have quotation marks and may lack the full stop.
         """
         sentence = one_line(outside_thoughts(text)).strip("\"“”'.").casefold()
         if sentence == _BARE_NOTHING_FOUND:
@@ -168,12 +180,14 @@ class EviPathContract(Contract):
     def write_searches(
         self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind
     ) -> str:
+        """Write a planner's turn that searches."""
         if kind == "graph":
             return super().write_searches(thought, calls, kind)
         lines = "\n".join(f'Search("{call.query}")' for call in calls)
         return f"<think> {thought} </think>\n<action>\n{lines}\n</action>"
 
     def write_worker(self, thought: str, selected: Sequence[int], sentence: str) -> str:
+        """Write an executor's turn. An empty selection means that no evidence matches."""
         if not selected:
             return NOTHING_FOUND
         indexes = "".join(f"[{index}]" for index in selected)
@@ -185,26 +199,26 @@ class EviPathContract(Contract):
 
 
 class _Example:
-    """One worked example: messages of user and assistant by turns. The user begins."""
+    """A worked example: messages of user and assistant in turn, beginning with the user."""
 
     def __init__(self, *messages: str) -> None:
         self.messages = messages
 
     @property
     def searches_in_parallel(self) -> bool:
-        """Whether one of its turns makes several searches."""
+        """Whether one of the messages asks for several searches."""
         return any(message.count("Search(") > 1 for message in self.messages)
 
     @property
     def exchanges(self) -> list[protocol.Exchange]:
-        """Return the example as chat turns: (user message, assistant message) in their order."""
+        """Return the example as pairs (user message, assistant message), in order."""
         return list(zip(self.messages[::2], self.messages[1::2], strict=True))
 
 
 def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
-    """Return the calls of all actions, and how many searches could not be read.
+    """Return the calls of all actions, and how many searches could not be parsed.
 
-    The calls stand in their order, without repetitions.
+    The calls are in order and without repetitions.
     """
     actions = protocol.fields("action", turn)
     unreadable = protocol.opens("action", turn) - len(actions)
@@ -218,7 +232,7 @@ def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
                 queries_of_action.append(query)
         queries += queries_of_action
 
-        # An action that holds words and no call counts as one search that could not be read.
+        # An action with text but without a call counts as one search that could not be parsed.
         calls_begun = len(_CALL_BEGINS.findall(action))
         if calls_begun == 0 and action.strip():
             calls_begun = 1
@@ -228,7 +242,7 @@ def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
     return calls, max(unreadable, 0)
 
 
-# --- system prompts ---
+# --- System prompts. ---
 
 _EXECUTOR_TASK = (
     "Your task is to answer a question based on supporting evidence, of which some is noise."
@@ -277,7 +291,7 @@ _RULES = {
     (WORKER, "text"): f"{_EXECUTOR_TASK}\n{_EXECUTOR_STEPS}",
 }
 
-# Invented people and works: an example must not give away a fact of any benchmark.
+# The people and works are invented, so that no example reveals a fact of a benchmark.
 _EXAMPLES = {
     (PLANNER, "graph"): (
         _Example(

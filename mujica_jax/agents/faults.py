@@ -1,11 +1,12 @@
-"""Repeat attempts whose search failed, and end the program if the retriever is gone.
+"""The class `FaultGuard`, which repeats attempts whose search failed.
 
-A failed search is a fault of the environment and says nothing about the policy. The attempt is
-played again with the same seeds: if the search is answered this time, the episode is the same as
-without the fault. An attempt that fails in all of its repeats stays in the records as
-`retriever_failed`. It earns no reward, and groups, means and thresholds leave it out
-(`Trajectory.is_rewarded`). If too many attempts in a row fail, the program ends instead of learning
-from nothing.
+A failed search is a fault of the environment and says nothing about the policy. The guard plays
+the attempt again with the same seeds. If the search succeeds this time, the episode is the same as
+without the fault. If every repetition fails, the attempt is recorded as `retriever_failed`. It has
+no reward, and groups, means and thresholds leave it out (`Trajectory.is_rewarded`).
+
+If too many attempts in a row fail, the guard ends the program, because nothing is left to learn
+from.
 """
 
 from mujica_jax.agents.agent import Agent, Attempt, Policy
@@ -16,13 +17,13 @@ from mujica_jax.tasks.task import Environment
 
 
 class EnvironmentLostError(UserError):
-    """The retriever has failed for so long that nothing can be learnt or measured."""
+    """The retriever has failed so often in a row that nothing can be learnt or measured."""
 
 
 class FaultGuard:
-    """Plays attempts, repeats those that fail, and counts failures in a row.
+    """A player of attempts that repeats failed attempts and counts failures in a row.
 
-    One guard serves a whole program.
+    A program uses one guard for all of its attempts.
     """
 
     def __init__(self, config: FaultConfig | None = None) -> None:
@@ -32,7 +33,10 @@ class FaultGuard:
     async def play(
         self, agent: Agent, attempt: Attempt, environment: Environment, policy: Policy
     ) -> Trajectory:
-        """Play one attempt within its bound of repeats. Raises EnvironmentLostError."""
+        """Play one attempt, and repeat it up to `faults.repeats` times if a search fails.
+
+        Raises EnvironmentLostError after too many failures in a row.
+        """
         trajectory = await agent.run(attempt, environment, policy)
         repeats = 0
         while trajectory.is_environment_fault and repeats < self._config.repeats:
@@ -44,7 +48,7 @@ class FaultGuard:
     def _count(self, trajectory: Trajectory) -> None:
         """Count failures in a row. Raises EnvironmentLostError after too many."""
         if not trajectory.is_environment_fault:
-            # An episode without a search does not show that the retriever answers.
+            # An episode without a search does not prove that the retriever works.
             if trajectory.searches:
                 self._failed_in_a_row = 0
             return
@@ -52,8 +56,8 @@ class FaultGuard:
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._config.max_in_a_row:
             raise EnvironmentLostError(
-                f"{self._failed_in_a_row} attempts in a row ended because a search failed, each of "
-                f"them played {self._config.repeats + 1} times, and faults.max_in_a_row is "
+                f"a search failed in each of {self._failed_in_a_row} attempts in a row, which were "
+                f"played {self._config.repeats + 1} times each, and faults.max_in_a_row is "
                 f"{self._config.max_in_a_row}: start the retriever again or correct its address, "
-                "then give the same command; what is finished is kept"
+                "then run the same command again; finished work is kept"
             )

@@ -1,15 +1,15 @@
-"""One Mujica episode (section 2.2 of the Mujica-MyGO paper).
+"""The agent Mujica (section 2.2 of the Mujica-MyGO paper).
 
 A planner splits the question into searches, workers answer them at the same time, and the planner
-searches again or answers. Planner and worker are one policy under two prompts. Each search of a
-turn is an independent worker conversation. Malformed output ends an episode with a counted
-`StopReason` and never with an exception. Failed episodes are records too.
+searches again or answers. Planner and worker are one policy with two prompts. Each search of a turn
+is a separate conversation with a worker. Malformed output ends an episode with a `StopReason`,
+never with an exception. Failed episodes are recorded too.
 
-Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and
-workers play the same episodes.
+A `Contract`, which the setting `agent.protocol` chooses, holds the tags and prompts. The planners
+and workers of other papers play the same episodes with another contract.
 
-The state that a policy gets (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the
-tokens, as plain values.
+In addition to the tokens, a policy gets a `PlannerState` or a `WorkerState` (see `agent.py`). It
+holds the same facts as plain values.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 MUJICA_CONTRACT = Contract()
-# By `agent.protocol`.
+# The contract for each value of `agent.protocol`.
 _CONTRACTS: dict[str, Contract] = {
     "mujica": MUJICA_CONTRACT,
     "evipath": EviPathContract(),
@@ -41,7 +41,7 @@ _CONTRACTS: dict[str, Contract] = {
 def contract_of(agent: object) -> Contract:
     """Return the contract that an agent's configuration names.
 
-    Agents without workers have Mujica's.
+    `agent` is a configuration. Agents without workers use Mujica's contract.
     """
     return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
@@ -54,11 +54,11 @@ class PlannerState:
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
-    # Whether all searches of a turn are answered, or only the first one.
+    # True if all searches of a turn are answered, False if only the first one is.
     parallel: bool = True
-    # Whether workers read the materials, or the planner itself.
+    # True if workers read the materials, False if the planner reads them itself.
     split: bool = True
-    # The message that answered the last searches.
+    # The last message to the planner, with the answers to its searches.
     observation: str = ""
 
 
@@ -73,7 +73,7 @@ class WorkerState:
 
 
 class Mujica:
-    """Implements `Agent`: tokenizer, prompts and limits of planner and worker."""
+    """The agent Mujica: its tokenizer, prompts and limits. It implements `Agent`."""
 
     def __init__(self, tokenizer: Tokenizer, config: MujicaConfig) -> None:
         self.tokenizer = tokenizer
@@ -81,9 +81,11 @@ class Mujica:
         self.contract = contract_of(config)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        """Play one episode and return its record, without a reward."""
         return await _Episode(self, attempt, environment, policy).play()
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the system prompt and the worked examples of this role."""
         contract_role = PLANNER if role == PLANNER else WORKER
         config = self.config
         return self.contract.opening(
@@ -102,16 +104,16 @@ class Mujica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SearchResult:
-    """The record of one search, its worker's conversation, and the entities that it named."""
+    """The record of one search, the worker's conversation, and the entities that were found."""
 
     search: Search
-    # None where no worker read, or the worker wrote nothing.
+    # None if there was no worker, or the worker wrote nothing.
     conversation: Conversation | None
     entities: list[Entity]
 
 
 class _Episode(Episode):
-    """State of one episode: the planner's dialogue and the candidates numbered so far."""
+    """The state of one episode: the planner's dialogue, and the numbered candidates so far."""
 
     def __init__(
         self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy
@@ -125,7 +127,7 @@ class _Episode(Episode):
         self._observation = ""
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
-        # Searches that could not be read, or that named an unknown candidate.
+        # Counts the searches that could not be parsed or that named an unknown candidate.
         self._malformed_searches = 0
 
     async def play(self) -> Trajectory:
@@ -161,7 +163,7 @@ class _Episode(Episode):
         return self.trajectory(conversations, answer=answer, reason=reason, counts=counts)
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
-        """Let the planner write one turn, and read it."""
+        """Let the planner write one turn, and parse it."""
         state = PlannerState(
             question=self.attempt.question,
             candidates=tuple(self._candidates),
@@ -191,10 +193,13 @@ class _Episode(Episode):
     async def _search_all(
         self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int
     ) -> None:
-        """Make all searches of a turn at once, and tell the planner the answers in one message.
+        """Answer all searches of a turn at the same time, and append one message to the planner.
 
-        The answers stand in the order of the searches. The answer to a refused search is the
-        reason.
+        The message lists the answers in the order of the searches. For a refused search it gives
+        the reason. `unreadable` is the number of searches that could not be parsed; if there are
+        any, the message says so.
+
+        Raises RetrievalError.
         """
         tasks = {
             number: asyncio.ensure_future(self._search(call, iteration, number))
@@ -204,11 +209,11 @@ class _Episode(Episode):
         try:
             await asyncio.gather(*tasks.values())
         finally:
-            # After a failure the episode is over, and the other searches are not needed.
+            # A failed search ends the episode, and then the other searches are not needed.
             for task in tasks.values():
                 task.cancel()
 
-        # Record the searches in their order. `new_candidates` has a list for each sentence.
+        # Record the searches in their order. `new_candidates` gets one list for each sentence.
         first_new = len(self._candidates)
         known_ids = {entity.id for entity in self._candidates}
         sentences: list[str] = []
@@ -242,8 +247,9 @@ class _Episode(Episode):
     ) -> _SearchResult:
         """Answer one sub-question: retrieve materials, and let a worker read them.
 
-        The entities of the result are those that become searchable: of the materials that the
-        worker selects, or of all materials where no worker reads.
+        `number` is the position of the search in its turn. The entities of the result become
+        candidates for later searches. They come from the materials that the worker selects, or from
+        all materials if there is no worker. Raises RetrievalError.
         """
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
@@ -264,7 +270,7 @@ class _Episode(Episode):
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         reply, conversation = await self._read(state, place=f"{iteration}.{number}")
 
-        # Over texts a worker that selects nothing may answer from its own knowledge.
+        # In a text environment, a worker that selects nothing may answer from its own knowledge.
         knows_answer = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
         search = dataclasses.replace(
             search,
@@ -280,7 +286,7 @@ class _Episode(Episode):
     ) -> tuple[protocol.WorkerReply, Conversation | None]:
         """Let a new worker read the materials of one search.
 
-        The conversation is None where the worker wrote nothing.
+        Returns the parsed reply and the conversation, which is None if the worker wrote nothing.
         """
         kind = self.environment.kind
         worker = self._agent.begin(WORKER, kind)
@@ -307,4 +313,5 @@ class _Episode(Episode):
 
 
 def _entities(materials: Sequence[Material]) -> list[Entity]:
+    """Return the entities that the materials name, in order."""
     return [entity for material in materials for entity in material.entities]

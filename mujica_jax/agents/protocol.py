@@ -1,7 +1,8 @@
-"""Mujica's prompts for planner and worker, and the parser of their turns.
+"""Mujica's prompts for planner and worker, and the parsers of their turns.
 
-The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables
-7-10), and worked examples are chat turns as there. The wording and the examples are ours.
+Tags and fields are those of the prompt tables of the paper (Mujica-MyGO, first version, tables
+7-10). As in the paper, worked examples are chat turns. The wording of the prompts and the examples
+are our own.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
                      <think> ... </think> <answer> ... </answer>
@@ -9,18 +10,20 @@ The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first v
                      <think> ... </think> <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
 
-Differences from the paper: a planner over a graph is told the number of every new candidate; a
-worker over a graph does not write the number of its source before the sentence; the prompt without
-workers is ours, because the paper prints none.
+Differences from the paper:
 
-Everything here reads only text that the model generated, outside of its thoughts
-(`models/thoughts.py`). Tags may have capital or small letters. Of nested tags, the innermost
-counts. Text that cannot be read is counted: see `PlannerAction.unreadable` and
+- In a graph environment, the planner sees the number of every new candidate.
+- In a graph environment, the worker does not write the number of its source before the sentence.
+- The prompt without workers is our own, because the paper does not show one.
+
+The parsers read only text that the model generated, outside of its thoughts
+(`models/thoughts.py`). They accept tags in upper and lower case. If tags are nested, the innermost
+field counts. Text that cannot be parsed is counted: see `PlannerAction.unreadable` and
 `WorkerReply.well_formed`.
 
-Text of environments, users and the other agent enters a prompt through `Tokenizer.encode_plain`,
-which neutralises these tags. It stands on one line, so that it can neither end a field nor number a
-material.
+Text from environments, from users and from the other role enters a prompt through
+`Tokenizer.encode_plain`, which neutralises these tags. Such text is put on one line. It can then
+neither end a field nor look like another numbered material.
 """
 
 import dataclasses
@@ -38,31 +41,33 @@ from mujica_jax.tasks.task import EnvironmentKind
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 Role = Literal["planner", "worker"]
 
-# Roles of conversations.
+# The roles of conversations.
 PLANNER: Final = "planner"
 WORKER: Final = "worker"
 
 NOTHING_FOUND = "No relevant information found."
-# Stands behind the answers to the other searches.
+# Tells the planner, after the answers to its other searches, that a search could not be parsed.
 UNREADABLE = "A search of this turn could not be read."
-# Begins a message to the planner. A model that writes it itself is cut there.
+# Begins a message to the planner. If the planner writes this word itself, its turn is cut there.
 OBSERVATION = "Obs:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchCall:
+    """One search that a planner asks for."""
+
     query: str
-    # The number of the candidate that is searched. None in text environments.
+    # The number of the candidate entity to search from. None in text environments.
     candidate: int | None
-    # Why the search cannot be made. The planner is told this instead of an answer.
+    # Why the search cannot be made, or empty. The planner reads it in place of an answer.
     refusal: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerAction:
-    """One parsed planner turn: searches, or an answer, or neither with the reason.
+    """A parsed turn of the planner: searches, or an answer, or the reason why it has neither.
 
-    `unreadable` counts the searches of the turn that could not be read.
+    `refused` is that reason. `unreadable` counts the searches that could not be parsed.
     """
 
     searches: tuple[SearchCall, ...] = ()
@@ -72,15 +77,16 @@ class PlannerAction:
 
     @property
     def malformed(self) -> int:
-        """Return how many searches could not be read or made."""
+        """Return how many searches could not be parsed or were refused."""
         return self.unreadable + sum(bool(call.refusal) for call in self.searches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn.
+    """A parsed turn of a worker.
 
-    A turn without a sentence says that nothing was found, and is not well-formed.
+    `selected` holds the indexes of the materials that the worker chose. If the turn has no
+    sentence, `sentence` is NOTHING_FOUND and `well_formed` is False.
     """
 
     selected: tuple[int, ...]
@@ -89,14 +95,16 @@ class WorkerReply:
 
     @property
     def has_selection(self) -> bool:
+        """Whether the worker chose at least one material."""
         return bool(self.selected)
 
 
 def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
-    """Return what ends a turn besides the stop token.
+    """Return the strings that end a turn, besides the stop token.
 
-    A turn ends at the tag that closes it, and where an observation begins. A planner over texts may
-    write several searches, so the closing tag of a search ends nothing.
+    A turn ends at its last closing tag, or where the model begins an observation. In a text
+    environment the planner may write several searches, so the closing tag of a search does not end
+    its turn.
     """
     if role == WORKER:
         return ("</sentence>", OBSERVATION)
@@ -105,16 +113,16 @@ def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
     return ("</action>", "</answer>", OBSERVATION)
 
 
-# --- parsing what the model wrote ---
+# --- Parsers for the turns that the model writes. ---
 
 _FLAGS = re.DOTALL | re.IGNORECASE | re.ASCII
 DOUBLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02'
 SINGLE_QUOTES = "'`\u2018\u2019"
 _NAME = rf"(?:[^\n,\[\]{DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{DOUBLE_QUOTES}]){{0,200}}?)?"
 _CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
-# The number may be followed by the candidate's name, as the list of candidates has it. A query ends
-# at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation
-# marks themselves.
+# The candidate's name may follow its number, as in the list of candidates. A query ends at the
+# first quotation mark before a bracket, because a name such as "Weird Al" Yankovic contains
+# quotation marks.
 _SEARCH_CALL = re.compile(
     rf"""\bSearch\s*\(\s*
     (?: \[\s*(?P<bracketed>[0-9]{{1,6}})\s*\] {_NAME} | (?P<bare>[0-9]{{1,6}}) )
@@ -135,13 +143,13 @@ def _field_pattern(tag: str) -> re.Pattern[str]:
 
 
 def field(tag: str, text: str) -> str | None:
-    """Return what a turn says first between these tags, outside of its thoughts, on one line."""
+    """Return the first field with this tag outside of thoughts, on one line, or None."""
     match = _field_pattern(tag).search(outside_thoughts(text))
     return None if match is None else one_line(match[1])
 
 
 def fields(tag: str, text: str) -> list[str]:
-    """Return the contents of all fields between these tags, in their order.
+    """Return the contents of all fields with this tag, in their order.
 
     `text` is a turn without its thoughts.
     """
@@ -149,19 +157,22 @@ def fields(tag: str, text: str) -> list[str]:
 
 
 def on_one_line(tag: str, text: str) -> str:
-    """Return a turn without its thoughts, with each field between these tags on one line."""
+    """Return the text with each field of this tag on one line.
+
+    `text` is a turn without its thoughts.
+    """
     return _field_pattern(tag).sub(lambda field: re.sub(r"\s*\n\s*", " ", field[0]), text)
 
 
 def opens(tag: str, text: str) -> int:
-    """Return how often this tag is opened. `text` is a turn without its thoughts."""
+    """Return how many times the opening tag occurs in `text`, a turn without its thoughts."""
     return len(re.findall(rf"<\s*{tag}\s*>", text, _FLAGS))
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the first answer outside of thoughts.
+    """Return the first answer outside of thoughts, or None.
 
-    Text with another tag of ours inside is no answer.
+    An answer that contains another tag of the protocol does not count.
     """
     for answer in _field_pattern("answer").findall(outside_thoughts(text)):
         if not TAG_PATTERN.search(answer):
@@ -172,11 +183,11 @@ def parse_answer(text: str) -> str | None:
 def parse_planner(
     text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
 ) -> PlannerAction:
-    """Read one planner turn without its thoughts.
+    """Parse a turn of the planner. Its thoughts are ignored.
 
-    `candidates` is the number of candidates so far. An answer ends the episode even if the turn
-    also searches: a search after an answer has no meaning. A search of a candidate that is not
-    numbered is refused. The other searches of the turn are made.
+    `candidates` is the number of candidates so far, and `max_searches` the largest permitted number
+    of searches. If the turn contains an answer, its searches are ignored. A search with an unknown
+    candidate number is refused, and the other searches of the turn are made.
     """
     answer = parse_answer(text)
     if answer is not None:
@@ -197,8 +208,8 @@ def parse_planner(
 
 
 def _graph_calls(turn: str, candidates: int) -> tuple[list[SearchCall], int]:
-    """Return the calls of all actions in their order, and how many searches could not be read."""
-    # Actions that are not closed, and the searches of a planner over texts, cannot be read.
+    """Return the calls of all actions in their order, and how many searches could not be parsed."""
+    # An action without a closing tag cannot be parsed, nor can the <search> of text environments.
     actions = fields("action", turn)
     beside_actions = _field_pattern("action").sub(" ", turn)
     unclosed_actions = opens("action", turn) - len(actions)
@@ -222,7 +233,7 @@ def _graph_calls(turn: str, candidates: int) -> tuple[list[SearchCall], int]:
 
 
 def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
-    """Return the call that was matched, or None where its query is empty."""
+    """Return the matched call, or None if its query is empty."""
     number = int(match["bracketed"] or match["bare"])
     quoted = match["single"] if match["double"] is None else match["double"]
     query = one_line(quoted.replace('\\"', '"'))
@@ -235,20 +246,21 @@ def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
 
 
 def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
-    """Return the queries in their order, and how many searches could not be read."""
+    """Return the calls in their order, and how many searches could not be parsed."""
     queries = [one_line(query) for query in fields("search", turn)]
     calls = [SearchCall(query=query, candidate=None) for query in queries if query]
 
-    # Searches that are empty or not closed, and the actions of a planner over a graph.
+    # Count searches that are empty or have no closing tag, and the <action> of graph environments.
     beside_searches = _field_pattern("search").sub(" ", turn)
     unreadable = opens("search", turn) - len(calls) + len(fields("action", beside_searches))
     return calls, unreadable
 
 
 def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
-    """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
+    """Parse a turn of a worker that was shown `materials` materials.
 
-    An index of a material that was not shown is left out, and makes the turn malformed.
+    [-1] selects nothing, and so does a turn that has a sentence but no selection. If the worker
+    selects a material that it was not shown, the index is dropped and the turn is malformed.
     """
     select = field("select", text)
     sentence = field(sentence_tag, text)
@@ -265,7 +277,7 @@ def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -
 
 
 def _selection(select: str) -> tuple[list[int], bool]:
-    """Return the indexes of a selection, without repetitions, and whether all of it was read.
+    """Return the indexes of a selection without repetitions, and whether all of it was parsed.
 
     A selection is written as "[0][2]", "[0, 2]" or "0, 2".
     """
@@ -277,7 +289,7 @@ def _selection(select: str) -> tuple[list[int], bool]:
     for group in readable_groups:
         indexes += [int(index) for index in re.findall(r"-?[0-9]+", group)]
 
-    # A number or a dash between brackets, as in "[0]-[3]", means something that is not read.
+    # A number or a dash between brackets, as in "[0]-[3]", has a meaning that is not parsed.
     between_brackets = _BRACKETS.sub("", select) if "[" in select else ""
     is_all_read = len(readable_groups) == len(groups)
     if re.search(r"[0-9-]", between_brackets):
@@ -286,14 +298,18 @@ def _selection(select: str) -> tuple[list[int], bool]:
 
 
 def one_line(text: str) -> str:
-    """Return the text with white space folded, so that it cannot begin a new line of a prompt."""
+    """Return the text with single spaces as its only white space.
+
+    Such text cannot begin a new line of a prompt.
+    """
     return " ".join(text.split())
 
 
-# --- what the model is shown ---
+# --- Messages that the model reads. ---
 
 
 def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
+    """Write the first message to the planner: the question and the numbered candidates."""
     lines = [f"Question: {one_line(question)}"]
     if candidates:
         lines.append(_candidate_line(candidates, first=0))
@@ -303,9 +319,9 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
 def planner_observation(
     sentences: Sequence[str], new_candidates: Sequence[Entity], first: int
 ) -> str:
-    """Write the workers' answers in the order of the searches, and the entities that are new.
+    """Write the message to the planner with the workers' answers and the new candidates.
 
-    The new entities are numbered from `first`.
+    The answers come in the order of the searches. The new candidates are numbered from `first`.
     """
     answers = " ".join(one_line(sentence) for sentence in sentences)
     lines = [f"{OBSERVATION} {answers}"]
@@ -317,18 +333,20 @@ def planner_observation(
 def worker_opening(
     query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
 ) -> str:
-    """Write the question and its materials, numbered."""
+    """Write the message to a worker: the sub-question and its numbered materials."""
     question = f"Question: {one_line(query)}"
     heading = "Materials:" if kind == "graph" else "Context:"
     return "\n".join([question, heading, *numbered(materials, mode)])
 
 
 def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
-    """Return one line for each material. A passage has one part, and a triple has three.
+    """Return one line for each material, beginning with its number in brackets.
 
-    `brief` mode is for small models trained from scratch. There the number also stands between the
-    relation and its object, or at the end of a passage. To name the line, the model then copies the
-    next token and need not look back.
+    A material is a sequence of parts: a passage has one part, and a triple has three.
+
+    `brief` mode is for small models that are trained from scratch. It repeats the number between
+    the relation and the object of a triple, or at the end of a passage. To select the line, the
+    model can then copy the next token and need not look back.
     """
     lines = []
     for index, material in enumerate(materials):
@@ -344,32 +362,37 @@ def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
 
 
 def _candidate_line(candidates: Sequence[Entity], first: int) -> str:
+    """Return the line that lists the candidates, numbered from `first`."""
     numbered_labels = [
         f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first)
     ]
     return f"Candidate: {' '.join(numbered_labels)}"
 
 
-# --- what the model writes ---
+# --- Writers of turns, for demonstrations. ---
 #
-# Demonstrations are written with these functions, so that writer and reader cannot drift apart.
+# They are in this file with the parsers, so that both keep to the same format.
 
 
 def write_graph_searches(thought: str, calls: Sequence[SearchCall]) -> str:
+    """Write a planner's turn that searches a graph."""
     lines = "\n".join(f'Search([{call.candidate}], "{call.query}")' for call in calls)
     return f"<think> {thought} </think>\n<action>\n{lines}\n</action>"
 
 
 def write_text_searches(thought: str, calls: Sequence[SearchCall]) -> str:
+    """Write a planner's turn that searches texts."""
     lines = "\n".join(f"<search> {call.query} </search>" for call in calls)
     return f"<think> {thought} </think>\n{lines}"
 
 
 def write_answer(thought: str, answer: str) -> str:
+    """Write a planner's turn that answers the question."""
     return f"<think> {thought} </think>\n<answer> {answer} </answer>"
 
 
 def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
+    """Write a worker's turn. `selected` holds the indexes of the materials that it chooses."""
     indexes = "".join(f"[{index}]" for index in selected) or "[-1]"
     return (
         f"<think> {thought} </think>\n"
@@ -378,12 +401,12 @@ def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
     )
 
 
-# --- prompts ---
+# --- Prompts. ---
 
 # A user message and the model's reply.
 Exchange = tuple[str, str]
 
-# One line for models that were trained on the format.
+# Prompts of one line, for models that were trained on the format.
 _BRIEF = {
     (PLANNER, "graph"): "Plan.",
     (PLANNER, "text"): "Plan searches.",
@@ -445,7 +468,7 @@ _RULES = {
         "knowledge."
     ),
 }
-# Without workers the planner is shown what a search found, and reads it itself.
+# Prompts without workers: the planner reads the search results itself.
 _RULES_WITHOUT_WORKERS = {
     "graph": (
         f"{_PLANNER_GRAPH_BEGINNING}You then receive, for each search in its order, the triples "
@@ -463,7 +486,9 @@ _RULES_WITHOUT_WORKERS = {
 }
 ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
 
-# --- worked examples: invented people and works, which give away no fact of a benchmark ---
+# --- Worked examples. ---
+#
+# The people and works are invented, so that no example reveals a fact of a benchmark.
 
 _FILM = Entity(id="Amber Tide", label="Amber Tide")
 _OTHER_FILM = Entity(id="The Tin Orchard", label="The Tin Orchard")
@@ -492,17 +517,17 @@ _DIRECTOR_PASSAGE = (
 
 
 def found_line(materials: Sequence[Sequence[str]], mode: PromptMode) -> str:
-    """Write what a search found for a planner without workers."""
+    """Write the results of one search for a planner without workers."""
     return " ".join(numbered(materials, mode)) or NOTHING_FOUND
 
 
 def _planner_graph_examples(
     dates: Sequence[str], director: str, birth: str, *, added_candidates: Sequence[Entity]
 ) -> tuple[tuple[Exchange, ...], ...]:
-    """Return two examples over a graph.
+    """Return two worked examples for the planner in a graph environment.
 
-    `dates`, `director` and `birth` are the answers to the searches. `added_candidates` are those
-    that the two searches for dates add.
+    `dates`, `director` and `birth` are the answers to the searches. `added_candidates` are the new
+    candidates after the two searches for dates.
     """
     return (
         (
@@ -551,7 +576,7 @@ def _planner_graph_examples(
 def _planner_text_examples(
     dates: Sequence[str], director: str, birth: str
 ) -> tuple[tuple[Exchange, ...], ...]:
-    """Return two examples over texts.
+    """Return two worked examples for the planner in a text environment.
 
     `dates`, `director` and `birth` are the answers to the searches.
     """
@@ -601,7 +626,7 @@ def _planner_text_examples(
     )
 
 
-# Each example is a chat of its own: its first message asks its question.
+# Each example is a separate chat, whose first message asks the question.
 _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] = {
     (PLANNER, "graph"): _planner_graph_examples(
         ["Amber Tide came out in 1961.", "The Tin Orchard came out in 1948."],
@@ -707,12 +732,14 @@ def opening(
     parallel: bool = True,
     split: bool = True,
 ) -> Opening:
-    """Return what the conversations of a role begin with.
+    """Return the system prompt and the worked examples of a role.
 
-    `brief` is one line for models that were trained on the format, `zero_shot` the rules,
-    `few_shot` the rules and worked examples as chat turns. Without `parallel` the planner is told
-    to search once a turn, and is not shown the example that searches twice. Without `split` it is
-    told, and shown, that it reads what was found itself.
+    - `mode` is `brief` for one line, for models that were trained on the format; `zero_shot` for
+      the rules; `few_shot` for the rules and worked examples as chat turns.
+    - If `parallel` is False, the rules ask the planner for one search in each turn. The example with
+      two searches in a turn is then left out.
+    - If `split` is False, there are no workers. The rules and examples of the planner then say that
+      it reads the search results itself.
     """
     if mode == "brief":
         return Opening(system=_BRIEF[role, kind])

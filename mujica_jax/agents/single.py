@@ -1,19 +1,21 @@
-"""One model that thinks, searches, reads what came and answers, in one conversation.
+"""The agent Single: one model that thinks, searches, reads and answers in one conversation.
+
+The setting `agent.style` chooses one of two formats:
 
     reflect     "Learning When to Search":
                 <think> <search> [<information>] <reflect> ... <answer>
-                <think> <reflect> <answer>   where the model can answer the question itself
-    search_r1   Search-R1: the same without <reflect>, and with a <think> whenever something new
-                came
+                <think> <reflect> <answer>   if the model can answer without a search
+    search_r1   Search-R1: no <reflect>, but a <think> after each message with search results
 
-The papers put <information> ... </information> into the model's own turn. Here it is the next
-message, so that only what the model wrote is its turn. The wording of the prompts is ours.
+In the papers, <information> ... </information> is part of the model's turn. Here it is the next
+message, so a turn of the model contains only text that the model wrote. The wording of the prompts
+is our own.
 
-The format is strict (equation 6 of "Learning When to Search": "fully match"): one field after the
-other, with nothing but white space between them (`is_well_formed`). The paper lists "multiple
-iterations of think, search, information, reflect, answer" and lets its prompt go from <reflect> to
-the next <search>. Both are accepted: after <reflect> the model may think again before it searches
-or answers.
+The format is strict: fields follow each other with only white space between them
+(`is_well_formed`). Equation 6 of "Learning When to Search" demands that a response "fully match".
+The text of that paper lists "multiple iterations of think, search, information, reflect, answer",
+whereas its prompt goes from <reflect> directly to the next <search>. Both are accepted here: after
+<reflect> the model may think again before it searches or answers.
 """
 
 import dataclasses
@@ -32,14 +34,14 @@ from mujica_jax.records import Conversation, Question, Search, StopReason, Traje
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-# Role of the conversation.
+# The role of the conversation.
 SINGLE = "single"
-# Around the passages in a message to the model.
+# The tag around the passages in a message to the model.
 INFORMATION_TAG = "information"
-# A model that writes the tag itself is cut there.
+# If the model writes this tag itself, its turn is cut there.
 INFORMATION = f"<{INFORMATION_TAG}>"
 STOPS = ("</search>", "</answer>", INFORMATION)
-# Stands where a search found no passage.
+# The model reads this word if a search found no passage.
 NOTHING = "none"
 
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
@@ -86,28 +88,31 @@ Style = Literal["reflect", "search_r1"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SingleState:
-    """The facts that the model knows when it writes a turn. Its script reads them."""
+    """The facts that the model knows when it writes a turn.
+
+    Only the scripted policy reads them. `searches` holds the searches of the episode so far.
+    """
 
     question: Question
-    searches: tuple[Search, ...]  # so far
+    searches: tuple[Search, ...]
     style: Style
 
 
 def parse(text: str) -> tuple[str | None, str | None]:
-    """Return answer and query of one turn, each None where there is none.
+    """Return the answer and the query of a turn. Each is None if the turn does not contain it.
 
-    Thoughts are not read.
+    Thoughts are ignored.
     """
     return protocol.parse_answer(text), protocol.field("search", text) or None
 
 
 def information(materials: tuple[Material, ...]) -> str:
-    """Write what a baseline's conversation is told after a search."""
+    """Write the message with search results for the conversation of a baseline agent."""
     return f"Passages found:\n{numbered_passages(materials)}"
 
 
 def numbered_passages(materials: Sequence[Material]) -> str:
-    """Write what a search found as it stands inside <information> ... </information>."""
+    """Write the passages of a search as numbered lines, to go between <information> tags."""
     lines = [
         f"[{number}] {protocol.one_line(material.text)}"
         for number, material in enumerate(materials)
@@ -116,7 +121,7 @@ def numbered_passages(materials: Sequence[Material]) -> str:
 
 
 def _observation(*materials: Material) -> str:
-    """Write the message after a search, for a worked example."""
+    """Write the message with search results for a worked example."""
     return f"{INFORMATION}\n{numbered_passages(materials)}\n</{INFORMATION_TAG}>"
 
 
@@ -124,7 +129,7 @@ _FILM = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Va
 _DIRECTOR = Material(
     text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director."
 )
-# Worked examples as chat turns: (user message, model's reply). People and works are invented.
+# Worked examples as pairs (user message, model's reply). The people and works are invented.
 _EXAMPLES = {
     "reflect": (
         (
@@ -168,9 +173,10 @@ _EXAMPLES = {
 
 
 def opening(style: Style, mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode.
+    """Return the system prompt and the worked examples.
 
-    `brief` is one line, `zero_shot` the rules, `few_shot` the rules and worked examples.
+    `mode` is `brief` for one line, `zero_shot` for the rules, or `few_shot` for the rules and
+    worked examples.
     """
     if mode == "brief":
         return Opening(system=_BRIEF[style])
@@ -178,11 +184,11 @@ def opening(style: Style, mode: protocol.PromptMode) -> Opening:
 
 
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
-    """Return whether every turn of the model has one of the shapes that its prompt permits.
+    """Return whether every turn of the model has a sequence of fields that the format permits.
 
-    With `thought_open` the chat template begins every turn with a thought. That thought is the
-    first field of the first turn. In later turns of `reflect` the prompt asks for no thought, so it
-    is left out.
+    `thought_open` is True if the chat template begins every turn with a thought. In the first turn
+    this thought counts as the first field. In later turns of the style `reflect` it is ignored,
+    because the prompt does not ask for a thought there.
     """
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     if thought_open:
@@ -205,9 +211,9 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
 
 
 def _shape(text: str) -> tuple[str, ...]:
-    """Return the tags of a turn in their order, or nothing if the turn does not consist of fields.
+    """Return the tags of a turn in their order, or () if the turn is not a sequence of fields.
 
-    A thought may hold anything. Every other field holds words and no tag.
+    A thought may contain anything. Every other field must contain text without tags.
     """
     tags: list[str] = []
     position = 0
@@ -228,17 +234,19 @@ def _shape(text: str) -> tuple[str, ...]:
 
 
 class Single:
-    """Implements `Agent`."""
+    """An agent with a single model in a single conversation. It implements `Agent`."""
 
     def __init__(self, tokenizer: Tokenizer, config: SingleConfig) -> None:
         self._tokenizer = tokenizer
         self._config = config
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the system prompt and the worked examples. Role and kind do not matter."""
         del role, kind
         return opening(self._config.style, self._config.prompt)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        """Play one episode and return its record, without a reward."""
         config = self._config
         prompt = opening(config.style, config.prompt)
         episode = Episode(self._tokenizer, config, attempt, environment, policy)
@@ -255,7 +263,10 @@ class Single:
         return episode.trajectory([record], answer=answer, reason=reason, counts=counts)
 
     async def _converse(self, episode: Episode, dialogue: Dialogue) -> tuple[str, StopReason]:
-        """Let the model search until it answers. Return the answer, and why the episode ended."""
+        """Let the model search until it answers or a limit ends the episode.
+
+        Returns the answer, which is empty if there is none, and why the episode ended.
+        """
         config = self._config
         for turn in range(config.max_searches + 1):
             state = SingleState(
@@ -280,7 +291,7 @@ class Single:
             if query is None:
                 return "", StopReason.NO_ACTION
 
-            # The last turn can only answer: its search is not made.
+            # The last turn can only answer. A search that it asks for is not made.
             if turn < config.max_searches:
                 try:
                     materials = await episode.search_passages(query, turn)

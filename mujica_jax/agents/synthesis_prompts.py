@@ -1,16 +1,18 @@
 """The prompts of EviPath's teacher, and the parser of its replies (tables 8 and 9 of the paper).
 
-The wording is ours. A teacher that plays planner or executor reads the agent's own prompt and
-writes the agent's own tags (`contract.py`), so the agent's parsers read its turns. In addition the
-teacher is shown what the agent never sees, under the paper's field names: the answer, the
-supporting evidences, a plan of its own, and for the executor the index of the golden evidence. The
-hint stands before the planner's opening and behind the executor's, as in the tables.
+The teacher plays planner or executor. It reads the agent's own prompt and writes the agent's own
+tags (`contract.py`), so the agent's parsers can read its turns.
 
-Two more prompts have replies of their own: the plan, as numbered lines, and a sub-question's
-answer, as one sentence. The paper prints neither.
+The teacher also reads a hint that the agent never sees. The hint contains the answer, the
+supporting evidence and a plan that the teacher has made, under the field names of the paper. For
+the executor it contains the index of the golden evidence. As in the tables, the hint comes before
+the planner's opening and after the executor's opening.
 
-In `brief` mode the rules are one word each. They are for small models whose warm-up has shown them
-these prompts.
+Two more prompts ask for other replies: a plan as numbered lines, and the answer to a sub-question
+as one sentence. The paper shows neither of them. The wording of all prompts is our own.
+
+In `brief` mode each set of rules is one word. This mode is for small models that have learnt these
+prompts in their warm-up.
 """
 
 import re
@@ -73,38 +75,41 @@ _PLANNED = re.compile(r"^\s*\d{1,2}[.)]\s*(\S.*)$", re.MULTILINE)
 
 
 def planner_addition(mode: PromptMode) -> str:
-    """Return what a planner's teacher reads behind the planner's own rules."""
+    """Return the text that is added to the planner's rules if a teacher plays the planner."""
     return _BRIEF_ADDITION if mode == "brief" else _PLANNER_ADDITION
 
 
 def worker_addition(mode: PromptMode) -> str:
-    """Return what a worker's teacher reads behind the worker's own rules."""
+    """Return the text that is added to the worker's rules if a teacher plays the worker."""
     return _BRIEF_ADDITION if mode == "brief" else _WORKER_ADDITION
 
 
 def answer_rules(mode: PromptMode, tag: str) -> str:
-    """Return the rules for answering a sub-question from gold evidence, inside this tag."""
+    """Return the rules for answering a sub-question from gold evidence.
+
+    The answer is written inside of the tag `tag`.
+    """
     return _BRIEF_ANSWER_RULES if mode == "brief" else _ANSWER_RULES.format(tag=tag)
 
 
 def answer_stops(tag: str) -> tuple[str, ...]:
-    """Return what ends a sub-question's answer."""
+    """Return the strings that end the answer to a sub-question."""
     return (f"</{tag}>",)
 
 
 def write_sentence(tag: str, sentence: str) -> str:
-    """Write a sub-question's answer."""
+    """Write the answer to a sub-question, inside of the tag `tag`."""
     return f"<{tag}> {sentence} </{tag}>"
 
 
 def plan_request(question: str, answer: str, evidence: Sequence[str]) -> str:
-    """Write the question, the answer and the evidence for the plan."""
+    """Write the message that asks for a plan: the question, its answer and the evidence."""
     lines = [f"Question: {protocol.one_line(question)}", *_answer_and_evidence(answer, evidence)]
     return "\n".join(lines)
 
 
 def planner_hint(answer: str, evidence: Sequence[str], plan: Sequence[str]) -> str:
-    """Write what stands before the opening that the agent's own planner reads."""
+    """Write the hint for the planner's teacher. It comes before the planner's opening."""
     lines = _answer_and_evidence(answer, evidence)
     if plan:
         lines += ["Plan:", *numbered(plan)]
@@ -112,15 +117,15 @@ def planner_hint(answer: str, evidence: Sequence[str], plan: Sequence[str]) -> s
 
 
 def answer_request(query: str, evidence: Sequence[str]) -> str:
-    """Write a sub-question and the gold evidence."""
+    """Write the message that asks for the answer to a sub-question from gold evidence."""
     return "\n".join([f"Question: {protocol.one_line(query)}", *_evidence(evidence)])
 
 
 def worker_hint(answer: str, golden: Sequence[tuple[int, str]], mode: PromptMode) -> str:
-    """Return the answer and the golden evidence.
+    """Write the hint for the worker's teacher: the answer and the golden evidence.
 
-    They stand behind the opening that the agent's own worker reads. `golden` holds the index and
-    the text of each piece. `brief` names the indexes alone.
+    It comes after the worker's opening. `golden` holds the index and the text of each piece of
+    evidence. In `brief` mode the hint contains only the indexes.
     """
     if mode == "brief":
         evidence = "".join(f"[{index}]" for index, _ in golden)
@@ -135,7 +140,7 @@ def plan_in_thought(plan: Sequence[str]) -> str:
 
 
 def parse_plan(text: str) -> list[str]:
-    """Return the numbered lines of a reply."""
+    """Return the sub-questions of a plan, which are the numbered lines of the reply."""
     return [protocol.one_line(line) for line in _PLANNED.findall(outside_thoughts(text))]
 
 
@@ -145,13 +150,14 @@ def numbered(plan: Sequence[str]) -> list[str]:
 
 
 def sample_text() -> str:
-    """Return the words of the brief prompts, for a tokenizer that is trained from scratch."""
+    """Return the words of the brief prompts, as training text for a new tokenizer."""
     hint = planner_hint("yes", ["a, of, b"], [])
     golden = worker_hint("The of is.", [(0, "")], "brief")
     return f"Plan.{_BRIEF_ADDITION}\n{_BRIEF_ANSWER_RULES}\n{hint}\n{golden}"
 
 
 def _answer_and_evidence(answer: str, evidence: Sequence[str]) -> list[str]:
+    """Return the lines with the answer and, if there is any, the evidence."""
     lines = [f"Answer: {protocol.one_line(answer)}"]
     if evidence:
         lines += _evidence(evidence)
@@ -159,4 +165,5 @@ def _answer_and_evidence(answer: str, evidence: Sequence[str]) -> list[str]:
 
 
 def _evidence(evidence: Sequence[str]) -> list[str]:
+    """Return the lines with the evidence, below their heading."""
     return ["Supporting evidences:", *map(protocol.one_line, evidence)]

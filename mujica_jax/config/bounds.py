@@ -1,9 +1,10 @@
-"""The bounds of numbers in a configuration. Each stands in the type of its field.
+"""Bounds of the numbers in a configuration, written into the types of the fields.
 
-    max_num_seqs: PositiveInt  # conversations decoded at the same time
+    max_num_seqs: PositiveInt
     port: Annotated[int, at_least(0), at_most(65535)] = 0
 
-`fields.check_bounds` reads them there. Bounds that depend on another field are in `checks.py`.
+`fields.check_bounds` reads the bounds from the types and checks the values. A bound that depends on
+another field is checked in `checks.py`.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ from typing import Annotated
 class Bound:
     """A condition on a number."""
 
-    words: str  # as an error says it: "at least 1"
-    holds: Callable[[float], bool]  # whether a finite number is within the bound
+    # The bound in the words of an error message, such as "at least 1".
+    words: str
+    # Returns whether a finite number is within the bound.
+    holds: Callable[[float], bool]
 
 
 def at_least(minimum: int) -> Bound:

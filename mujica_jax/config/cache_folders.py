@@ -1,8 +1,8 @@
-"""The folder of files that may be lost and made again.
+"""The cache folder: files that a program can make again if they are lost.
 
-It is `$XDG_CACHE_HOME/mujica_jax`, or `~/.cache/mujica_jax` without that variable. A program works
-without these files. If the folder cannot be written (a read-only container, a user without a home),
-the program keeps them in a temporary folder, which it removes when it ends.
+The folder is `$XDG_CACHE_HOME/mujica_jax`. Without that variable it is `~/.cache/mujica_jax`. If
+the folder cannot be written (a read-only container, a user without a home), the program uses a
+temporary folder. It removes the temporary folder when it ends.
 """
 
 import atexit
@@ -20,8 +20,9 @@ _log = logging.getLogger(__name__)
 def cache_folder(
     name: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"],
 ) -> Path:
-    """Return a folder that exists and can be written."""
-    configured_root = os.environ.get("XDG_CACHE_HOME")  # an empty value counts as none
+    """Return the cache folder of this name. The folder exists and can be written."""
+    # An empty variable counts as unset.
+    configured_root = os.environ.get("XDG_CACHE_HOME")
     try:
         root = Path(configured_root) if configured_root else Path.home() / ".cache"
         folder = root / "mujica_jax" / name
@@ -35,12 +36,12 @@ def cache_folder(
 
 @functools.cache
 def _temporary_folder(name: str, *, reason: str) -> Path:
-    """Make a folder for this process. One line on the console says that nothing is kept."""
+    """Make a temporary folder for this process, and warn that its files are not kept."""
     folder = Path(tempfile.mkdtemp(prefix=f"mujica_jax-{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _log.warning(
-        "the cache of %s cannot be kept (%s): it is made again at each start; set XDG_CACHE_HOME "
-        "to a folder that you may write to",
+        "cannot keep the cache of %s (%s), so each start makes it again; set XDG_CACHE_HOME to a "
+        "folder that you can write to",
         name,
         reason,
     )

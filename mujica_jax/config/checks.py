@@ -1,9 +1,9 @@
-"""Check that a configuration agrees with itself, before the task is read or a device is used.
+"""Check that the fields of a configuration fit together.
 
-Both entry points call `check` first, so a mistake is reported within a second and before a run
-directory exists. The bounds of a single number stand at its field (`bounds.py`). Settings that
-depend on the machine, the task or a checkpoint (devices, files, sizes of a checkpoint) are checked
-where these are opened.
+`train` and `eval` call `check` before anything else. So a mistake is reported within a second, and
+before a run directory exists. The bounds of a single number are part of the type of its field
+(`bounds.py`). Settings that depend on the machine, the task or a checkpoint (devices, files, sizes
+of a checkpoint) are checked when these are opened.
 """
 
 import dataclasses
@@ -33,9 +33,10 @@ from mujica_jax.config.schema import (
 )
 from mujica_jax.errors import UserError
 
-SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
+# Splash attention takes sequence lengths that are a multiple of this number of tokens.
+SPLASH_LANES = 128
 
-# Checked only where an endpoint is given.
+# Bounds of the numbers of an endpoint. They are only checked if there is an endpoint.
 REMOTE_BOUNDS = {
     "concurrency": at_least(1),
     "timeout_seconds": above(0),
@@ -46,7 +47,8 @@ REMOTE_BOUNDS = {
 def check(config: Config) -> None:
     """Check a whole configuration.
 
-    Raises UserError naming the first wrong field, its value, and the values that it may have.
+    Raises UserError for the first wrong field. The message names the field, its value and the
+    values that are allowed.
     """
     check_types(config)
     check_bounds(config)
@@ -64,7 +66,7 @@ def check(config: Config) -> None:
 
 
 def check_demonstrations(config: Config) -> None:
-    """Check that a new run has demonstrations for its agent, and rows that hold what it learns.
+    """Check that a new run can make demonstrations for its agent, and that its rows are long enough.
 
     Raises UserError.
     """
@@ -76,65 +78,68 @@ def check_demonstrations(config: Config) -> None:
 
     if is_scripted and not has_script(config):
         raise UserError(
-            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica, single and "
-            f"decex for {warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows "
-            "the format, or choose one of these"
+            f"agent.kind is {kind}, but warmup.source scripted only demonstrates mujica, single "
+            f"and decex, and warmup.steps is {warmup.steps}: choose one of these agents, or give "
+            "--warmup.steps 0 and a checkpoint that knows the format"
         )
     if is_few_shot and not isinstance(config.agent, PromptedAgent):
         raise UserError(
-            f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: "
-            "choose mujica or single"
+            f"agent.kind {kind} has no worked examples, but warmup.source is few_shot: choose "
+            "agent.kind mujica or single"
         )
     is_brief = isinstance(config.agent, MujicaConfig) and config.agent.prompt == "brief"
     if is_few_shot and config.init and is_brief:
         raise UserError(
-            "agent.prompt is brief, which numbers materials in another way than worked examples "
-            "do, and warmup.source is few_shot: add --agent.prompt zero_shot"
+            "agent.prompt brief numbers search results in another way than worked examples do, but "
+            "warmup.source is few_shot: add --agent.prompt zero_shot"
         )
 
 
 def check_log_probabilities(config: Config) -> None:
-    """Check that the engine gives log-probabilities if the method learns from them.
+    """Check that the engine returns log-probabilities if the method needs them.
 
-    Raises UserError. Call this for runs that train: evaluations need none.
+    Only call it for runs that train, because evaluations need no log-probabilities. Raises
+    UserError.
     """
     if isinstance(config.method, PolicyGradientConfig) and config.engine.kind == "jetstream":
         raise UserError(
-            f"method.kind is {config.method.kind}, which learns from the log-probability of each "
-            "sampled token, and engine.kind is jetstream, whose interface gives none: add "
-            "--engine.kind native"
+            f"method.kind {config.method.kind} needs the log-probability of each sampled token, "
+            "but engine.kind jetstream returns no log-probabilities: add --engine.kind native"
         )
 
 
 def check_judge_is_asked(config: Config) -> None:
-    """Check that the reward of a run that trains uses the judge that is described.
+    """Check that the reward asks the judge, if the configuration has a judge.
 
-    `eval` asks the judge for scores too. Raises UserError.
+    Only call it for runs that train, because `eval` can ask a judge for scores. Raises UserError.
     """
     if config.judge.base_url is not None and not needs_judge(config.reward, config.staged):
         raise UserError(
-            f"judge.base_url is {config.judge.base_url} and reward {config.reward} asks no judge: "
-            "add --reward judge, or --reward staged --staged.correctness judge, or leave the judge "
-            "out"
+            f"judge.base_url is {config.judge.base_url}, but the reward {config.reward} asks no "
+            "judge: add --reward judge or --reward staged --staged.correctness judge, or leave out "
+            "--judge.base-url"
         )
 
 
 def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
-    """Check that an endpoint is described wholly, or not at all. Raises UserError."""
+    """Check that the settings of an endpoint are complete, or that none is set.
+
+    `section` is the dotted name of the endpoint's section. Raises UserError.
+    """
     if remote.base_url is None:
         for field in dataclasses.fields(remote):
             if getattr(remote, field.name) != field.default:
                 name = flag_of(f"{section}.{field.name}")
                 raise UserError(
-                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give "
-                    f"--{section}.base-url too"
+                    f"{name} is {getattr(remote, field.name)}, but there is no endpoint: add "
+                    f"--{section}.base-url"
                 )
         return
     for name in ("model", "mode", "tokenizer"):
         if not getattr(remote, name):
             raise UserError(
-                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: "
-                "an endpoint needs both"
+                f"--{section}.base-url is {remote.base_url}, but --{section}.{name} is missing: "
+                "give both"
             )
     for name, bound in REMOTE_BOUNDS.items():
         value = getattr(remote, name)
@@ -143,17 +148,17 @@ def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
 
 
 def has_script(config: Config) -> bool:
-    """Return whether a script plays the demonstrations of the agent."""
+    """Return whether a script can play the demonstrations of the configured agent."""
     return config.warmup.source == "scripted" and isinstance(
         config.agent, MujicaConfig | SingleConfig | DecexConfig
     )
 
 
 def is_taught(config: Config) -> bool:
-    """Return whether the warm-up shows a model from scratch the prompts of EviPath's teacher.
+    """Return whether the warm-up teaches a model from scratch the prompts of EviPath's teacher.
 
-    It does so in every mode. So modes that are compared start with the same policy and have the
-    same teacher.
+    The result is the same for every mode. So modes that are compared start with the same policy and
+    the same teacher.
     """
     method = config.method
     is_own_teacher = isinstance(method, EviPathConfig) and method.teacher == "policy"
@@ -161,7 +166,7 @@ def is_taught(config: Config) -> bool:
 
 
 def _check_row_parts(config: Config) -> None:
-    """Check that each part of a row can hold the shortest row."""
+    """Check that a packed row can be cut into this many parts for pre-training."""
     max_parts = config.trainer.sequence_length // MIN_SEQUENCE_LENGTH
     require(
         config,
@@ -172,13 +177,15 @@ def _check_row_parts(config: Config) -> None:
 
 
 def check_own_passages(task: TaskConfig) -> None:
-    """Check that nothing but a question's own passages is searched in the distractor setting."""
+    """Check that the distractor setting only searches a question's own passages.
+
+    Raises UserError.
+    """
     if getattr(task, "setting", "open") == "open":
         if getattr(task, "keep_incomplete", False):
             raise UserError(
-                "task.keep_incomplete is True and task.setting is open: only the distractor "
-                "setting leaves questions out for it; set task.setting to distractor, or leave "
-                "task.keep_incomplete out"
+                "task.keep_incomplete is True, but task.setting is open and leaves out no "
+                "questions: set task.setting to distractor, or leave out task.keep_incomplete"
             )
         return
     required_values = {"environment": "text", "index": None, "retriever": "bm25"}
@@ -186,26 +193,26 @@ def check_own_passages(task: TaskConfig) -> None:
         value = getattr(task, name)
         if value != required_value:
             raise UserError(
-                "task.setting is distractor, where each question's own passages are searched by "
-                f"words, and task.{name} is {value}: give {required_value}, or set task.setting to "
+                "task.setting distractor searches each question's own passages by words, but "
+                f"task.{name} is {value}: set task.{name} to {required_value}, or task.setting to "
                 "open"
             )
 
 
 def check_profile(profile: ProfileConfig) -> None:
-    """Check that the profiled steps begin at a step and do not end before it."""
+    """Check the range of profiled steps. Raises UserError."""
     if profile.steps is None:
         if profile.phase is not None:
             raise UserError(
-                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as "
-                "in --profile.steps 20 25"
+                f"profile.phase is {profile.phase}, but profile.steps is missing: give both, as in "
+                "--profile.steps 20 25"
             )
         return
     first, last = profile.steps
     if not 1 <= first <= last:
         raise UserError(
-            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is "
-            "not before it"
+            f"profile.steps is {first} {last}: give a first step of at least 1 and a last step "
+            "that is not before it"
         )
 
 
@@ -219,7 +226,7 @@ def _check_learning_rates(config: Config) -> None:
 
 
 def _check_rates(config: Config, section: str) -> None:
-    """Check the learning rates of a section, if it has any."""
+    """Check the learning rates of a section. A section without learning rates passes."""
     peak = field_value(config, f"{section}.learning_rate")
     if peak is ...:
         return
@@ -233,32 +240,37 @@ def _check_rates(config: Config, section: str) -> None:
 
 
 def _check_documents(config: Config) -> None:
-    """Check that a model from scratch has the documents that its pre-training and warm-up read."""
+    """Check that a model from scratch has the documents that its pre-training and warm-up need."""
     share = config.warmup.pretraining_share
     reads_documents = config.pretraining.steps or share
     if config.init is None and config.pretraining.documents == 0 and reads_documents:
         raise UserError(
-            f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
-            f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
+            "pretraining.documents is 0, but pretraining.steps is "
+            f"{config.pretraining.steps} and warmup.pretraining_share is {share}: set "
+            "pretraining.documents above 0, or both of the others to 0"
         )
 
 
 def check_method(config: Config) -> None:
-    """Check the section of the method, and those that only some methods use. Raises UserError."""
+    """Check the section of the method, and the sections that only some methods use.
+
+    Raises UserError.
+    """
     method = config.method
     is_mygo = isinstance(method, MygoConfig)
     if config.sampling.workers == "external" and not is_mygo:
         raise UserError(
-            f"sampling.workers is external and method.kind {method.kind}: workers sample for mygo "
-            "alone, so give --sampling.workers internal"
+            f"sampling.workers is external, but method.kind is {method.kind} and external workers "
+            "only sample for mygo: give --sampling.workers internal"
         )
 
-    # The control learns the demonstrations of the warm-up, or those that a script plays for MyGO.
+    # The control run learns the demonstrations of the warm-up. With MyGO it can also learn those
+    # that a script plays.
     has_demonstrations = config.warmup.steps or (is_mygo and has_script(config))
     if config.eval.control and not has_demonstrations:
         raise UserError(
-            "eval.control is True and warmup.steps 0: the control learns the warm-up's "
-            "demonstrations, so give warmup.steps, or --eval.control False"
+            "eval.control is True, but warmup.steps is 0 and the control run learns the "
+            "demonstrations of the warm-up: set warmup.steps above 0, or give --eval.control False"
         )
 
     match method:
@@ -278,8 +290,12 @@ def check_method(config: Config) -> None:
 
 
 def _check_mygo(config: Config, method: MygoConfig) -> None:
-    """Check that MyGO keeps the policies that sample, and that its numbers can be reached."""
-    # How many policies a schedule needs: the newest one samples, the one before it, or the first.
+    """Check that MyGO keeps the policies that it samples with, and that its limits can be reached.
+
+    Raises UserError.
+    """
+    # Online, the newest policy samples. Asynchronously, it is the policy before the newest one.
+    # Offline, it is the first policy.
     needed_policies = 1
     if method.schedule == "asynchronous":
         needed_policies = 2
@@ -287,35 +303,39 @@ def _check_mygo(config: Config, method: MygoConfig) -> None:
         needed_policies = method.rounds + 1
     if 0 < config.keep_policies < needed_policies:
         raise UserError(
-            f"keep_policies is {config.keep_policies} and method.schedule {method.schedule} "
-            f"samples by older policies: keep at least {needed_policies}, or all with 0"
+            f"keep_policies is {config.keep_policies}, but method.schedule {method.schedule} "
+            f"samples with older policies: give at least {needed_policies}, or 0 to keep all"
         )
 
     if method.keep_per_question > method.max_attempts:
         raise UserError(
-            f"method.keep_per_question is {method.keep_per_question} and method.max_attempts "
-            f"{method.max_attempts}: no question has more trajectories than attempts, so lower the "
-            "first or raise the second"
+            f"method.keep_per_question is {method.keep_per_question}, but method.max_attempts is "
+            f"{method.max_attempts} and each attempt gives one trajectory: lower "
+            "method.keep_per_question or raise method.max_attempts"
         )
 
-    # As in rewards/, which stands above this folder.
+    # The same formula as `rewards.staged.best_reward`, which this package may not import.
     best_reward = 1.0
     if config.reward == "staged":
         best_reward = float(config.staged.answer) + float(config.staged.format)
     if not 0 <= method.initial_threshold <= best_reward:
         raise UserError(
-            f"method.initial_threshold is {method.initial_threshold} and the best reward is "
-            f"{best_reward:g}: give a K from 0 to {best_reward:g}"
+            f"method.initial_threshold is {method.initial_threshold}, but the highest reward is "
+            f"{best_reward:g}: give a threshold from 0 to {best_reward:g}"
         )
 
 
 def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None:
-    """Check the length punishment, the rows of an update, and that policy 0 stays if it is read."""
+    """Check the length penalty, the rows of an update, and that the reference policy is kept.
+
+    Raises UserError.
+    """
     is_cache_valid = 0 < method.overlong_cache_tokens <= method.overlong_tokens
     if method.overlong_tokens and not is_cache_valid:
         raise UserError(
-            f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and "
-            f"method.overlong_tokens {method.overlong_tokens}: give from 1 to that many, or "
+            f"method.overlong_cache_tokens is {method.overlong_cache_tokens}, but "
+            f"method.overlong_tokens is {method.overlong_tokens}: give "
+            f"--method.overlong-cache-tokens from 1 to {method.overlong_tokens}, or "
             "--method.overlong-tokens 0"
         )
 
@@ -323,28 +343,28 @@ def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None
     parts = trainer.data_parallel_size * trainer.fsdp * trainer.accumulation_steps
     if method.mini_batch_size % parts:
         raise UserError(
-            f"method.mini_batch_size {method.mini_batch_size} cannot be split over data x fsdp x "
-            f"accumulation_steps = {parts}: use a multiple of {parts}, or 0 for "
-            "trainer.batch_size"
+            f"method.mini_batch_size {method.mini_batch_size} cannot be split into "
+            f"data_parallel_size x fsdp x accumulation_steps = {parts} equal parts: use a multiple "
+            f"of {parts}, or 0 for trainer.batch_size"
         )
 
     if method.kl_coefficient and config.keep_policies:
         raise UserError(
-            f"method.kl_coefficient is {method.kl_coefficient}, which measures the distance to "
-            f"policy 0, and keep_policies {config.keep_policies} removes it: give --keep-policies "
-            "0, or --method.kl-coefficient 0"
+            f"method.kl_coefficient {method.kl_coefficient} needs policy 0, but keep_policies "
+            f"{config.keep_policies} removes it: give --keep-policies 0, or "
+            "--method.kl-coefficient 0"
         )
 
 
 def _check_evipath(config: Config, method: EviPathConfig) -> None:
-    """Check that the teacher can write the mode's trajectories, and that the agent is `mujica`.
+    """Check that the agent is `mujica`, and that the teacher can write in the configured mode.
 
     Raises UserError.
     """
     if not isinstance(config.agent, MujicaConfig):
         raise UserError(
-            "method evipath writes for planner and workers, and agent.kind is "
-            f"{config.agent.kind}: choose mujica"
+            "method.kind evipath needs an agent with planner and workers, but agent.kind is "
+            f"{config.agent.kind}: add --agent.kind mujica"
         )
     require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
     _check_teacher(method)
@@ -352,102 +372,110 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
 
     if method.distractors == "retrieved" and method.mode != "abductive":
         raise UserError(
-            f"method.distractors is retrieved and method.mode {method.mode}, where the worker "
-            "reads what searches find anyway: leave --method.distractors out, or choose abductive"
+            f"method.distractors retrieved is for method.mode abductive, but method.mode is "
+            f"{method.mode}, where workers always read search results: leave out "
+            "--method.distractors, or give --method.mode abductive"
         )
     questions = config.sampling.questions_per_round
     if method.trajectories > questions:
         raise UserError(
-            f"method.trajectories is {method.trajectories} and sampling.questions_per_round "
-            f"{questions}: a question has one trajectory, so lower the first or raise the second"
+            f"method.trajectories is {method.trajectories}, but sampling.questions_per_round is "
+            f"{questions} and each question gives one trajectory: lower method.trajectories or "
+            "raise sampling.questions_per_round"
         )
 
     is_from_scratch = method.teacher == "policy" and config.init is None
     if is_from_scratch and method.mode != "deductive" and not is_taught(config):
         raise UserError(
-            f"method.mode is {method.mode}, and warmup.steps {config.warmup.steps}, warmup.source "
-            f"{config.warmup.source}: a policy from scratch reads the teacher's prompts where a "
-            "scripted warm-up shows them, so give --warmup.steps, choose deductive, or name a "
-            "checkpoint with --init"
+            f"method.mode {method.mode} needs a policy that knows the prompts of the teacher, but "
+            "a policy from scratch only learns them in a scripted warm-up, and warmup.steps is "
+            f"{config.warmup.steps} and warmup.source {config.warmup.source}: give --warmup.steps "
+            "above 0 and --warmup.source scripted, or --method.mode deductive, or a checkpoint "
+            "with --init"
         )
     if is_from_scratch and method.mode == "no_evidence":
         raise UserError(
-            "method.mode is no_evidence, and the warm-up shows a policy from scratch the prompts "
-            "with evidence alone: choose abductive or deductive, or name a checkpoint with --init"
+            "method.mode is no_evidence, but a policy from scratch only learns the prompts with "
+            "evidence in the warm-up: give --method.mode abductive or deductive, or a checkpoint "
+            "with --init"
         )
 
 
 def _check_teacher(method: EviPathConfig) -> None:
-    """Check that exactly the teacher that was chosen is described."""
+    """Check that the settings of the chosen teacher are complete, and no other teacher is set.
+
+    Raises UserError.
+    """
     if method.teacher == "remote" and method.remote.base_url is None:
         raise UserError(
-            "method.teacher is remote and there is no endpoint: give --method.remote.base-url, or "
-            "another teacher"
+            "method.teacher is remote, but there is no endpoint: give --method.remote.base-url, or "
+            "another --method.teacher"
         )
     if method.teacher != "remote" and method.remote.base_url is not None:
         raise UserError(
-            f"method.teacher is {method.teacher} and method.remote.base-url "
-            f"{method.remote.base_url}: add --method.teacher remote, or leave the endpoint out"
+            f"method.remote.base-url is {method.remote.base_url}, but method.teacher is "
+            f"{method.teacher}: add --method.teacher remote, or leave out --method.remote.base-url"
         )
     if method.teacher == "checkpoint" and method.teacher_checkpoint is None:
         raise UserError(
-            "method.teacher is checkpoint and there is none: give --method.teacher-checkpoint, or "
-            "another teacher"
+            "method.teacher is checkpoint, but method.teacher_checkpoint is None: give "
+            "--method.teacher-checkpoint, or another --method.teacher"
         )
     if method.teacher != "checkpoint" and method.teacher_checkpoint is not None:
         raise UserError(
-            f"method.teacher is {method.teacher} and method.teacher_checkpoint "
-            f"{method.teacher_checkpoint}: add --method.teacher checkpoint, or leave the "
-            "checkpoint out"
+            f"method.teacher_checkpoint is {method.teacher_checkpoint}, but method.teacher is "
+            f"{method.teacher}: add --method.teacher checkpoint, or leave out "
+            "--method.teacher-checkpoint"
         )
     if method.teacher != "checkpoint" and method.teacher_max_tokens:
         raise UserError(
-            f"method.teacher_max_tokens is {method.teacher_max_tokens} and method.teacher "
-            f"{method.teacher}: it is the limit of a second checkpoint, so add --method.teacher "
-            "checkpoint, or leave it out"
+            f"method.teacher_max_tokens is {method.teacher_max_tokens}, but method.teacher is "
+            f"{method.teacher} and the limit is only for a second checkpoint: add --method.teacher "
+            "checkpoint, or leave out --method.teacher-max-tokens"
         )
 
     if method.teacher != "scripted":
         return
     if method.mode != "abductive":
         raise UserError(
-            f"method.mode is {method.mode}, and the scripted teacher is no language model: it "
-            "replays demonstrations from the gold evidence, so add --method.teacher policy, or "
-            "choose abductive"
+            f"method.mode is {method.mode}, but method.teacher scripted replays demonstrations "
+            "made from the gold evidence: add --method.teacher policy, or give --method.mode "
+            "abductive"
         )
     if method.teacher_prompt != "auto":
         raise UserError(
-            f"method.teacher_prompt is {method.teacher_prompt}, and the scripted teacher reads no "
-            "prompt: leave it out, or choose another teacher"
+            f"method.teacher_prompt is {method.teacher_prompt}, but method.teacher scripted reads "
+            "no prompt: leave out --method.teacher-prompt, or give another --method.teacher"
         )
 
 
 def _check_trees(config: Config, method: DecexTreeConfig) -> None:
-    """Check that the settings of DecEx-RAG's trees are consistent."""
+    """Check that the settings of DecEx-RAG's trees are consistent. Raises UserError."""
     if not isinstance(config.agent, DecexConfig):
         raise UserError(
-            "method.kind is decex, whose trees branch at decex's decisions, and agent.kind is "
-            f"{config.agent.kind}: add --agent.kind decex"
+            "method.kind decex grows its trees from the decisions of the agent decex, but "
+            f"agent.kind is {config.agent.kind}: add --agent.kind decex"
         )
     if method.expansion == "full" and not method.budget_tokens:
         raise UserError(
-            f"method.expansion is full, where each of {config.agent.max_iterations} layers has "
-            f"{2 * method.branches**2} times the states of the one before, and "
-            "method.budget_tokens is 0: give --method.budget-tokens, as 20000"
+            f"method.expansion full grows {config.agent.max_iterations} layers, each with "
+            f"{2 * method.branches**2} times the states of the layer before, but "
+            "method.budget_tokens is 0: give a limit, such as --method.budget-tokens 20000"
         )
     check_remote(method.remote, "method.remote")
     if not (method.sft or _learns_pairs(method)):
         raise UserError(
-            f"method.sft is False, method.dpo {method.dpo}, method.decision_pairs "
-            f"{method.decision_pairs} and method.execution_pairs {method.execution_pairs}: nothing "
-            "is learnt from the trees, so set one to True"
+            "nothing is learnt from the trees, because method.sft is False, method.dpo "
+            f"{method.dpo}, method.decision_pairs {method.decision_pairs} and "
+            f"method.execution_pairs {method.execution_pairs}: set method.sft to True, or "
+            "method.dpo and one kind of pairs"
         )
 
 
 def check_pairs(config: Config) -> None:
-    """Check that a row holds both conversations of a preference pair, for a new run.
+    """Check that a packed row has room for both conversations of a preference pair.
 
-    Raises UserError.
+    Call it for new runs. Raises UserError.
     """
     method = config.method
     if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
@@ -456,38 +484,41 @@ def check_pairs(config: Config) -> None:
     sequence_length = config.trainer.sequence_length
     if sequence_length < 2 * max_tokens:
         raise UserError(
-            f"trainer.sequence_length is {sequence_length} and agent.max_trajectory_tokens "
-            f"{max_tokens}: a row holds both conversations of a preference pair, so give "
+            f"trainer.sequence_length is {sequence_length}, but both conversations of a preference "
+            f"pair must fit into one row and agent.max_trajectory_tokens is {max_tokens}: give "
             f"--trainer.sequence-length {2 * max_tokens}, --agent.max-trajectory-tokens "
             f"{sequence_length // 2}, or --method.dpo False"
         )
 
 
 def _learns_pairs(method: DecexTreeConfig) -> bool:
-    """Return whether DPO learns any pair of the trees."""
+    """Return whether DPO learns pairs of at least one kind."""
     return method.dpo and (method.decision_pairs or method.execution_pairs)
 
 
 def _check_staged(staged: StagedRewardConfig) -> None:
-    """Check that a staged reward can be earned, and that its switches agree.
+    """Check that a staged reward can be above 0, and that its switches are consistent.
 
-    Without stages (`unified`) no stage may be switched off. Raises UserError.
+    With `unified` there are no stages, so no stage can be switched off. Raises UserError.
     """
     if not (staged.answer or staged.format):
         raise UserError(
-            "staged.answer and staged.format are both False, and nothing can be earned: leave one "
-            "on"
+            "staged.answer and staged.format are both False, so no trajectory can earn a reward: "
+            "set one of them to True"
         )
     if staged.unified and not (staged.stage_one and staged.stage_two):
         raise UserError(
-            f"staged.unified is True and staged.stage_one {staged.stage_one}, staged.stage_two "
-            f"{staged.stage_two}: a reward without stages has none to leave out, so set both to "
-            "True or staged.unified to False"
+            f"staged.unified is True, but staged.stage_one is {staged.stage_one} and "
+            f"staged.stage_two {staged.stage_two}: set both stages to True, or staged.unified to "
+            "False"
         )
 
 
 def _check_judge(config: Config) -> None:
-    """Check that a reward which asks a judge has one, and a method that can wait for it."""
+    """Check that a reward that needs a judge has one, and that the method can ask it.
+
+    Raises UserError.
+    """
     if not needs_judge(config.reward, config.staged):
         return
     correctness = ""
@@ -495,19 +526,22 @@ def _check_judge(config: Config) -> None:
         correctness = f" with staged.correctness {config.staged.correctness}"
     if config.judge.base_url is None:
         raise UserError(
-            f"reward is {config.reward}{correctness}, which asks a judge, and judge.base_url is "
-            "None: give --judge.base-url, --judge.model, --judge.mode and --judge.tokenizer, or "
-            "another --reward"
+            f"the reward {config.reward}{correctness} needs a judge, but judge.base_url is None: "
+            "give --judge.base-url, --judge.model, --judge.mode and --judge.tokenizer, or another "
+            "--reward"
         )
     if isinstance(config.method, DecexTreeConfig):
         raise UserError(
-            "method.kind is decex, whose trees are scored by exact match or F1, and reward is "
-            f"{config.reward}{correctness}, which asks a judge: give --reward em or f1"
+            f"the reward {config.reward}{correctness} asks a judge, but method.kind decex scores "
+            "its trees by exact match or F1: give --reward em or f1"
         )
 
 
 def check_engine(config: Any) -> None:
-    """Check the section `engine` of a configuration, or of other arguments that have one."""
+    """Check the section `engine` of a configuration, or of other arguments with that section.
+
+    Raises UserError.
+    """
     check_bounds(config.engine, section="engine.")
     require(
         config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two"
@@ -515,94 +549,103 @@ def check_engine(config: Any) -> None:
     engine = config.engine
     if engine.factory is not None and engine.kind != "jetstream":
         raise UserError(
-            f"engine.factory is {engine.factory} and engine.kind {engine.kind}, which makes its "
-            "own engine: add --engine.kind jetstream, or leave --engine.factory out"
+            f"engine.factory is {engine.factory}, but engine.kind is {engine.kind} and calls no "
+            "factory: add --engine.kind jetstream, or leave out --engine.factory"
         )
 
 
 def check_limits(agent: AgentConfig) -> None:
-    """Check that a conversation has room for a prompt beside the observation and one turn."""
+    """Check that a conversation has room for a prompt besides one observation and one turn.
+
+    Raises UserError.
+    """
     needed = agent.max_observation_tokens + agent.max_turn_tokens
     if needed >= agent.max_trajectory_tokens:
         raise UserError(
             f"agent.max_observation_tokens {agent.max_observation_tokens} and "
             f"agent.max_turn_tokens {agent.max_turn_tokens} are {needed} tokens together and leave "
             f"no room for a prompt in agent.max_trajectory_tokens {agent.max_trajectory_tokens}: "
-            "lower one of the two or raise the last"
+            "lower one of the first two, or raise agent.max_trajectory_tokens"
         )
 
 
 def check_agent(config: Config) -> None:
-    """Check that the agent can read its task and is served by its engine."""
+    """Check that the agent can search the environment of the task, and can use the engine.
+
+    Raises UserError.
+    """
     kind = config.agent.kind
     environment = getattr(config.task, "environment", None)
     if environment is not None and environment not in config.agent.environments:
         raise UserError(
-            f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: "
-            "add --task.environment text, or choose mujica"
+            f"agent.kind {kind} only searches passages, but task.environment is {environment}: add "
+            "--task.environment text, or give --agent.kind mujica"
         )
     agent = config.agent
     if isinstance(agent, MujicaConfig) and agent.protocol == "evipath" and not agent.split:
         raise UserError(
-            "agent.protocol is evipath, which has a planner and an executor, and agent.split False "
-            "leaves the executor out: add --agent.protocol mujica, or --agent.split True"
+            "agent.protocol evipath has a planner and an executor, but agent.split False leaves "
+            "out the executor: add --agent.protocol mujica, or --agent.split True"
         )
     if kind == "flare" and config.engine.kind == "jetstream":
         raise UserError(
-            "agent.kind is flare, which reads the log-probability of each token, and engine.kind "
-            "is jetstream, whose interface gives none: add --engine.kind native"
+            "agent.kind flare needs the log-probability of each token, but engine.kind jetstream "
+            "returns no log-probabilities: add --engine.kind native"
         )
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:
-        raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
+        raise UserError(f"agent.min_probability is {probability} and must be above 0 and at most 1")
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Check that a step's rows divide over devices and parts.
+    """Check that the rows of a batch can be split over devices and accumulation steps.
 
-    The attention kernel must take their length too. Raises UserError.
+    Also check that the attention kernel takes rows of this length. Raises UserError.
     """
     devices = trainer.data_parallel_size * trainer.fsdp
     row_groups = devices * trainer.accumulation_steps
     if trainer.batch_size % devices:
         raise UserError(
-            f"trainer.batch_size {trainer.batch_size} cannot be split over data x fsdp = "
-            f"{devices} devices: use a multiple of {devices}"
+            f"trainer.batch_size {trainer.batch_size} cannot be split over data_parallel_size x "
+            f"fsdp = {devices} devices: use a multiple of {devices}"
         )
     if trainer.batch_size % row_groups:
         raise UserError(
             f"trainer.batch_size {trainer.batch_size} cannot be split into "
-            f"trainer.accumulation_steps {trainer.accumulation_steps} parts of as many rows on "
-            f"data x fsdp = {devices} devices: use a multiple of {row_groups}"
+            f"trainer.accumulation_steps {trainer.accumulation_steps} equal parts on "
+            f"data_parallel_size x fsdp = {devices} devices: use a multiple of {row_groups}"
         )
     if trainer.attention == "splash" and trainer.sequence_length % SPLASH_LANES:
         next_length = SPLASH_LANES * math.ceil(trainer.sequence_length / SPLASH_LANES)
         raise UserError(
-            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and "
-            f"trainer.sequence_length is {trainer.sequence_length}: use {next_length}, or "
-            "trainer.attention auto"
+            "trainer.attention splash needs a sequence length that is a multiple of "
+            f"{SPLASH_LANES} tokens, but trainer.sequence_length is {trainer.sequence_length}: use "
+            f"{next_length}, or trainer.attention auto"
         )
 
 
 def check_distributed(distributed: DistributedConfig) -> None:
-    """Check that a job is described wholly, or not at all."""
+    """Check that the settings of a job of several processes are complete, or that none is set.
+
+    Raises UserError.
+    """
     count = distributed.num_processes
     number = distributed.process_id
     if distributed.coordinator is None and (count > 1 or number > 0):
         raise UserError(
-            f"distributed.num_processes is {count}, distributed.process_id {number} and there is "
-            "no coordinator: give --distributed.coordinator host:port of process 0 too, or none "
-            "of them (a TPU pod needs none)"
+            f"distributed.num_processes is {count} and distributed.process_id {number}, but there "
+            "is no coordinator: add --distributed.coordinator HOST:PORT of process 0, or leave out "
+            "all three (a TPU pod needs none)"
         )
     if distributed.coordinator is not None and count < 2:
         raise UserError(
-            f"distributed.coordinator is {distributed.coordinator} and distributed.num_processes "
-            f"is {count}: a job has at least 2, and one process needs no coordinator"
+            f"distributed.coordinator is {distributed.coordinator}, but distributed.num_processes "
+            f"is {count}: give at least 2 processes, or leave out --distributed.coordinator"
         )
     if number >= count:
         raise UserError(
-            f"distributed.process_id is {number} and distributed.num_processes {count}: number the "
-            f"processes from 0 to {count - 1}"
+            f"distributed.process_id is {number}, but distributed.num_processes is {count}: number "
+            f"the processes from 0 to {count - 1}"
         )
     if distributed.coordinator is not None:
         host, _, port = distributed.coordinator.rpartition(":")

@@ -1,4 +1,7 @@
-"""Check the fields of a configuration. An error names the field, its value and what it may be."""
+"""Check the types and bounds of a configuration's fields.
+
+An error message names the field, its value and the values that are allowed.
+"""
 
 import dataclasses
 import math
@@ -12,9 +15,11 @@ from mujica_jax.errors import UserError
 
 
 def check_types(config: Any, section: str = "") -> None:
-    """Check that every value has the type of its field and is one of its choices.
+    """Check that every value has the type of its field and is one of the field's choices.
 
-    Flags are checked when they are parsed. A configuration file may say anything.
+    `section` is the dotted prefix of field names in messages, such as "trainer.". Values of flags
+    were already checked when they were parsed, but a configuration file can set any value. Raises
+    UserError.
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -31,7 +36,10 @@ def check_types(config: Any, section: str = "") -> None:
 
 
 def check_bounds(config: Any, section: str = "") -> None:
-    """Check every number against the bounds in the type of its field (`bounds.py`)."""
+    """Check every number against the bounds in the type of its field (`bounds.py`).
+
+    `section` is the dotted prefix of field names in messages, such as "trainer.". Raises UserError.
+    """
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         name = section + field.name
@@ -52,13 +60,13 @@ def _bounds(hint: Any) -> Iterator[Bound]:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
+    """Return the members of a union type. Another type is its own only member."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has this type. A `float` may be written as an integer."""
+    """Return whether a value has this type. An integer also fits a `float`."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is Literal:
@@ -74,7 +82,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _in_words(hint: Any) -> str:
-    """Return a type as an error names it."""
+    """Return a type in the words of an error message, such as "one of adamw, muon"."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
     if hint is types.NoneType:
@@ -83,9 +91,10 @@ def _in_words(hint: Any) -> str:
 
 
 def require(config: Any, name: str, holds: Callable[[float], bool], words: str) -> None:
-    """Check that a field's value is a finite number for which `holds` is true. Raises UserError.
+    """Check that a field's value is a finite number for which `holds` is true.
 
-    `words` describe the condition in the error. A kind of section that lacks the field passes.
+    `name` is the dotted name of the field. `words` describes the condition in the error message,
+    such as "at least 1". A section without the field passes. Raises UserError.
     """
     value = field_value(config, name)
     if value is not ...:
@@ -93,6 +102,7 @@ def require(config: Any, name: str, holds: Callable[[float], bool], words: str) 
 
 
 def _check_number(name: str, value: Any, holds: Callable[[float], bool], words: str) -> None:
+    """Check that a value is a finite number for which `holds` is true. Raises UserError."""
     is_finite_number = isinstance(value, int | float) and math.isfinite(value)
     if not (is_finite_number and holds(value)):
         raise UserError(
@@ -102,12 +112,12 @@ def _check_number(name: str, value: Any, holds: Callable[[float], bool], words: 
 
 
 def field_value(config: Any, name: str) -> Any:
-    """Return the value of a field by its dotted name; `...` if this kind of section lacks it."""
+    """Return the value of the field with this dotted name, or `...` if the section lacks it."""
     section, _, field = name.rpartition(".")
     owner = getattr(config, section) if section else config
     return getattr(owner, field, ...)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag that sets a field."""
+    """Return the flag that sets a field, such as "--trainer.batch-size"."""
     return "--" + name.replace("_", "-")

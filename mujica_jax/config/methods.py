@@ -1,6 +1,6 @@
-"""Sections of methods, of their rewards, and of the models that both may ask.
+"""Settings of the methods, of their rewards, and of model endpoints.
 
-Each method joins the union in `schema.py`.
+A new method's settings are a dataclass that joins the union in `schema.py`.
 """
 
 import dataclasses
@@ -19,26 +19,37 @@ from mujica_jax.config.bounds import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MygoConfig:
-    """MyGO: rounds of sample, select above a rising threshold, maximise likelihood."""
+    """MyGO: in each round, sample, select above a threshold K, and maximise the likelihood."""
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["mygo"] = "mygo"
     implementation: ClassVar[str] = "mujica_jax.methods.mygo:mygo"
-    rounds: NonNegativeInt  # of sampling and learning after the warm-up
-    max_attempts: PositiveInt  # attempts a question (16 in the paper)
-    keep_per_question: PositiveInt  # m, trajectories kept a question (3 in the paper)
-    learning_rate: float  # at first; one cosine over all rounds
-    end_learning_rate: float  # where it ends
-    epochs: PositiveInt  # passes over a round's selected trajectories
-    # Which policy samples a round: the newest one, the one before it (so that sampling and learning
-    # can go on at once), or the warm-up's for all rounds.
+    # Number of rounds of sampling and learning after the warm-up.
+    rounds: NonNegativeInt
+    # Maximum number of attempts at each question in a round (16 in the paper).
+    max_attempts: PositiveInt
+    # Maximum number of trajectories kept for each question (m, 3 in the paper).
+    keep_per_question: PositiveInt
+    # Learning rate at the start of the first round. It falls along one cosine over all rounds.
+    learning_rate: float
+    # Learning rate at the end of the last round.
+    end_learning_rate: float
+    # Number of passes over the selected trajectories of a round.
+    epochs: PositiveInt
+    # Policy that samples a round. online: the newest policy. asynchronous: the policy one round
+    # earlier, so that sampling and learning can run at the same time. offline: the policy after the
+    # warm-up, in all rounds.
     schedule: Literal["online", "asynchronous", "offline"] = "online"
-    # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed
-    # offline, where one policy samples all rounds, and else rising.
+    # How the threshold K changes. rising: K follows the mean reward of the policy. fixed: K stays
+    # at initial_threshold. auto: fixed with the offline schedule, where one policy samples all
+    # rounds, and rising with the other schedules.
     threshold: Literal["auto", "rising", "fixed"] = "auto"
-    # K before the first round, from 0 to the best reward. If K is fixed, it stays there in all
-    # rounds: at 0 everything that earns anything is kept, at the best reward only what reaches it.
+    # Threshold K before the first round, from 0 to the highest possible reward. A fixed K keeps
+    # this value: at 0 every trajectory with a reward above 0 is kept, at the highest reward only
+    # trajectories that reach it.
     initial_threshold: float = 0.0
-    # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
+    # Amount of replay: packed rows of earlier rounds and of the warm-up that are mixed into a
+    # round, as a multiple of the new rows. 0: no replay.
     replay: NonNegativeFloat
 
     @property
@@ -51,83 +62,102 @@ class MygoConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig:
-    """Rounds that sample a group of attempts at each question and compare each with its group.
+    """Sample a group of attempts at each question, and compare each attempt with its group.
 
-    The policy then moves towards attempts above their group's mean.
+    The policy moves towards attempts that are better than the mean of their group.
     """
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: str
     implementation: ClassVar[str] = "mujica_jax.methods.grpo:policy_gradient"
-    # batches of sampling.questions_per_round questions, each sampled from the policy of the one
-    # before
+    # Number of rounds. Each round samples sampling.questions_per_round questions with the policy
+    # of the round before, and learns from the attempts.
     rounds: NonNegativeInt
-    # rounds between two evaluations, each with a policy that is kept
+    # Number of rounds between two evaluations. The policy is saved at each evaluation.
     rounds_per_evaluation: PositiveInt
-    group_size: Annotated[int, at_least(2)]  # attempts a question
-    learning_rate: float  # at first; one cosine over all rounds
-    end_learning_rate: float  # where it ends
-    epochs: PositiveInt  # passes over a round's rows
-    # How many rows one update sees. A round of more rows makes several updates, and a round of
-    # fewer makes one. 0: trainer.batch_size.
+    # Number of attempts at each question (the group size).
+    group_size: Annotated[int, at_least(2)]
+    # Learning rate at the start of the first round. It falls along one cosine over all rounds.
+    learning_rate: float
+    # Learning rate at the end of the last round.
+    end_learning_rate: float
+    # Number of passes over the packed rows of a round.
+    epochs: PositiveInt
+    # Number of packed rows in one update. A round with more rows makes several updates, a round
+    # with fewer rows makes one. 0: trainer.batch_size.
     mini_batch_size: NonNegativeInt = 0
-    # how far below 1 the ratio to the policy that sampled may count
+    # Lower clip bound: the ratio of the new to the sampling policy is clipped at 1 - clip_low.
     clip_low: Annotated[float, at_least(0), BELOW_ONE] = 0.2
-    clip_high: NonNegativeFloat = 0.2  # and how far above
-    # Bound of the weights that make up for what engine and trainer compute differently; 0: no
-    # weights, and ratios to the engine's numbers.
+    # Upper clip bound: the ratio of the new to the sampling policy is clipped at 1 + clip_high.
+    clip_high: NonNegativeFloat = 0.2
+    # Upper bound of the importance weights, which correct for rounding differences between engine
+    # and trainer. 0: no weights, and ratios use the log-probabilities of the engine.
     importance_cap: NonNegativeFloat = 2.0
-    # Groups whose rewards are all equal are left out, and other questions are sampled in their
-    # place ...
+    # Whether to leave out groups whose rewards are all equal, and to sample other questions in
+    # their place.
     dynamic_sampling: bool = False
-    # ... until the batch is full, or so many batches of questions were sampled
+    # With dynamic sampling: maximum number of question batches sampled in one round. Sampling ends
+    # earlier when the batch is full.
     max_sampled_batches: PositiveInt = 10
-    # Above 0: a trajectory of more than this many generated tokens loses 1. It is learnt with its
-    # cut turn, so the punishment reaches what was too long ...
+    # Length limit of an attempt, in generated tokens. A longer attempt loses 1 from its reward. A
+    # turn that a length limit cut is learnt too, so that the penalty reaches it. 0: no penalty.
     overlong_tokens: NonNegativeInt = 0
-    # ... and the loss begins so many tokens earlier, rising evenly
+    # Number of tokens before overlong_tokens at which the length penalty begins. The penalty rises
+    # linearly from 0 to 1 over these tokens.
     overlong_cache_tokens: NonNegativeInt = 0
-    # of the distance to the policy that the rounds began with
+    # Weight of the KL penalty against the policy at the start of the rounds (beta in DeepSeekMath,
+    # equation 3). 0: no penalty.
     kl_coefficient: NonNegativeFloat = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-    """GRPO: every conversation counts the same."""
+    """GRPO: sample groups of attempts. In the loss every conversation has the same weight."""
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["grpo"] = "grpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: every token counts the same, and the upper clip is wider.
+    """DAPO: sample groups of attempts. In the loss every token has the same weight.
 
-    Groups whose rewards are all equal teach nothing: other questions replace them.
+    The upper clip bound is wider than in GRPO. Groups whose rewards are all equal are replaced by
+    groups of other questions.
     """
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["dapo"] = "dapo"
-    # how far above 1 the ratio to the policy that sampled may count
+    # Upper clip bound: the ratio of the new to the sampling policy is clipped at 1 + clip_high.
     clip_high: NonNegativeFloat = 0.28
-    # groups whose rewards are all equal are left out, and other questions sampled
+    # Whether to leave out groups whose rewards are all equal, and to sample other questions in
+    # their place.
     dynamic_sampling: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """A model behind an OpenAI-compatible endpoint, which writes in place of a checkpoint."""
+    """A model behind an OpenAI-compatible endpoint that generates instead of a checkpoint."""
 
-    # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
+    # Address of the endpoint without /completions or /chat/completions, as in
+    # http://localhost:8000/v1. None: no endpoint.
     base_url: str | None = None
-    model: str | None = None  # its name at the endpoint
-    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there,
-    # text back, for everything else
+    # Name of the model at the endpoint.
+    model: str | None = None
+    # Protocol. completions: requests and replies are token ids (vLLM and compatible servers). chat:
+    # requests are messages and replies are text (all other servers).
     mode: Literal["chat", "completions"] | None = None
-    # folder with tokenizer.json: with completions the served model's own, with chat any that has a
-    # chat template
+    # Folder with tokenizer.json. With completions: the tokenizer of the served model. With chat:
+    # any tokenizer with a chat template.
     tokenizer: str | None = None
-    api_key_variable: str | None = None  # environment variable that holds the API key
-    concurrency: int = 8  # requests under way at the same time, and episodes
-    timeout_seconds: float = 120.0  # for one try of a request
-    deadline_seconds: float = 600.0  # for a request with its waiting and all its tries
+    # Name of the environment variable that holds the API key. None: no key is sent.
+    api_key_variable: str | None = None
+    # Maximum number of requests, and of episodes, that run at the same time.
+    concurrency: int = 8
+    # Time limit of one try of a request, in seconds.
+    timeout_seconds: float = 120.0
+    # Time limit of a request with all its tries and the waits between them, in seconds.
+    deadline_seconds: float = 600.0
 
 
 NO_ENDPOINT = RemoteConfig()
@@ -135,135 +165,171 @@ NO_ENDPOINT = RemoteConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EviPathConfig:
-    """EviPath: a teacher writes a trajectory for each question, and the trajectories are learnt.
+    """EviPath: a teacher writes one trajectory for each question, and the policy learns them.
 
-    The question's answer and its evidence lead the teacher.
+    The teacher knows the answer of the question and its evidence.
     """
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["evipath"] = "evipath"
     implementation: ClassVar[str] = "mujica_jax.methods.evipath.method:evipath"
-    # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it
-    # answers wrongly is not learnt in any of them.
+    # What the teacher knows. abductive: the answer and the gold evidence. no_evidence: the answer
+    # alone. deductive: neither. In every mode only trajectories with the right answer are learnt.
     mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
-    # The language model that writes: the policy that the run starts with, a second checkpoint, or
-    # the model behind `remote`. scripted is no language model: the script replays the warm-up's
-    # demonstrations, in abductive mode alone.
+    # Model that writes the trajectories. policy: the policy at the start of the run. checkpoint: a
+    # second checkpoint (method.teacher_checkpoint). remote: the endpoint method.remote. scripted:
+    # no language model; the script replays the demonstrations of the warm-up (abductive mode only).
     teacher: Literal["policy", "checkpoint", "remote", "scripted"]
-    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF
-    # file, or smollm2. Its tokenizer may differ from the policy's.
+    # With teacher checkpoint: a run directory (its latest policy is used), a Hugging Face
+    # directory, a GGUF file, or smollm2. Its tokenizer may differ from the tokenizer of the policy.
     teacher_checkpoint: str | None = None
-    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own
-    # prompt there are worked examples, answer and evidence. 0: agent.max_trajectory_tokens.
+    # With teacher checkpoint: maximum number of tokens in a conversation with the teacher. It needs
+    # more than the agent, because its prompt adds worked examples, the answer and the evidence. 0:
+    # agent.max_trajectory_tokens.
     teacher_max_tokens: NonNegativeInt = 0
+    # With teacher remote: the endpoint of the model that writes the trajectories.
     remote: RemoteConfig = NO_ENDPOINT
-    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was
-    # trained on its format (by this run's warm-up, or as a run of its own), otherwise with worked
-    # examples.
+    # Prompts of the teacher. auto: agent.prompt if the teacher was trained on the format of the
+    # agent, in the warm-up of this run or in another run. Otherwise few_shot. The other values mean
+    # the same as in agent.prompt.
     teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
-    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two
-    # modes the same number to compare them.
+    # Number of correct trajectories to learn. The teacher stops when it has written them. To
+    # compare two modes, give both the same number. 0: all.
     trajectories: NonNegativeInt = 0
-    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own:
-    # the paragraphs that the data set gives with the question; retrieved: what a search finds.
+    # Distractors in addition to the gold evidence, over passages in abductive mode. own: the paragraphs
+    # that the data set gives with the question. retrieved: passages found by a search.
     distractors: Literal["own", "retrieved"] = "own"
-    tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
-    max_tries: PositiveInt = 3  # of each turn of the teacher, until it is as it must be
-    # What answers and evidence are compared by: words (how often each occurs, for worlds from
-    # scratch), or an embedder: a folder, minilm, or a Hugging Face name.
+    # Role whose conversations are learnt.
+    tune: Literal["both", "planner", "executor"] = "both"
+    # Maximum number of tries for each turn of the teacher, until the turn passes all checks.
+    max_tries: PositiveInt = 3
+    # How answers and evidence are compared. words: by word counts (for tasks from scratch). Or an
+    # embedder: a folder, minilm, or a Hugging Face name.
     embedder: str = "minilm"
-    threshold: float = 0.9  # cosine above which evidence counts as that of an answer (tau)
-    learning_rate: float  # the highest
-    end_learning_rate: float  # where it ends
-    epochs: PositiveInt  # passes over the trajectories
-    warmup_ratio: FloatBelowOne = 0.1  # share of the steps in which the learning rate rises
+    # Cosine similarity above which a piece of evidence supports an answer, from 0 to 1 (tau).
+    threshold: float = 0.9
+    # Highest learning rate, reached after the rise.
+    learning_rate: float
+    # Learning rate at the end of the cosine.
+    end_learning_rate: float
+    # Number of passes over the trajectories.
+    epochs: PositiveInt
+    # Share of the updates in which the learning rate rises, at least 0 and below 1.
+    warmup_ratio: FloatBelowOne = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexTreeConfig:
-    """DecEx-RAG: a search tree for each question, and learning from its chains and pairs.
+    """DecEx-RAG: grow a search tree for each question, and learn its best chains and its pairs.
 
-    The best chains are learnt by maximum likelihood, scored pairs by DPO. `sampling` says how many
-    questions there are. The agent is decex.
+    The best chains are learnt by maximum likelihood, and preference pairs by DPO. A tree is grown
+    for each of sampling.questions_per_round questions. The agent is decex.
     """
 
+    # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["decex"] = "decex"
     implementation: ClassVar[str] = "mujica_jax.methods.decex.method:decex"
-    branches: PositiveInt = 3  # k, turns sampled for a decision or an execution
-    rollouts: PositiveInt = 4  # n, episodes that score an execution
-    # mean reward of an answer from memory above which nothing is searched for
+    # Number of turns sampled for each decision and for each execution (k).
+    branches: PositiveInt = 3
+    # Number of episodes that are played to score one execution (n).
+    rollouts: PositiveInt = 4
+    # Mean reward above which an answer from memory is good enough, so that nothing is searched.
     skip_above: NonNegativeFloat = 0.6
-    # What stays of a layer: the best branch; both branches of a decision, each with its best
-    # execution; every execution (nothing is scored by episodes then).
+    # Nodes of a layer that are expanded. pruned: the best branch. unpruned: both branches of a
+    # decision, each with its best execution. full: every execution, without episodes for scores.
     expansion: Literal["pruned", "unpruned", "full"] = "pruned"
-    # Score both branches of each decision, so that pairs can prefer either. With False, a pruned
-    # branch costs no episodes and gives no pair.
+    # Whether both branches of each decision are scored, so that a pair can prefer either. False: a
+    # pruned branch costs no episodes and gives no pair.
     score_both_branches: bool = True
-    # The endpoint of a second model that writes all of a tree except the executions of retrieval
-    # decisions. Without an endpoint the policy writes all.
+    # Endpoint of a second model that writes the tree, except the executions of retrieval decisions.
+    # Without an endpoint the policy writes the whole tree.
     remote: RemoteConfig = NO_ENDPOINT
-    # a tree that has generated so many begins no other layer; 0: no bound
+    # Budget of a tree, in generated tokens. A tree that has spent it starts no further layer. 0: no
+    # limit.
     budget_tokens: NonNegativeInt = 0
-    # learn the best chains: paths from root to leaf, where a leaf has a tree's best reward
+    # Whether to learn the best chains. A chain is a path from the root of a tree to the leaf with
+    # the best reward.
     sft: bool = True
-    # of the chains with a tree's best reward, the one that is learnt
+    # Which chain is learnt if several have the best reward of a tree: the one with the most
+    # retrievals, or with the least.
     retrievals: Literal["most", "least"] = "most"
-    min_reward: NonNegativeFloat = 0.5  # a best chain below it is not learnt
-    learning_rate: float  # of maximum likelihood, at first
-    end_learning_rate: float  # where it ends
-    epochs: PositiveInt  # passes over the best chains
-    dpo: bool = True  # learn the preference pairs
-    decision_pairs: bool = True  # stop or go on, memory or search
-    execution_pairs: bool = True  # sub-questions, sub-answers, sub-queries, final answers
-    beta: PositiveFloat = 0.1  # of DPO: how much the distance to the policy before it counts
-    dpo_learning_rate: PositiveFloat = 5e-7  # at first; it falls to 0
-    dpo_epochs: PositiveInt = 1  # passes over the pairs
+    # Lowest reward of a best chain that is learnt.
+    min_reward: NonNegativeFloat = 0.5
+    # Learning rate of maximum likelihood at the start. It falls along a cosine.
+    learning_rate: float
+    # Learning rate of maximum likelihood at the end.
+    end_learning_rate: float
+    # Number of passes over the best chains.
+    epochs: PositiveInt
+    # Whether to learn the preference pairs by DPO.
+    dpo: bool = True
+    # Whether DPO learns pairs of decisions: stop or go on, answer from memory or search.
+    decision_pairs: bool = True
+    # Whether DPO learns pairs of executions: sub-questions, sub-answers, sub-queries and final
+    # answers.
+    execution_pairs: bool = True
+    # Strength with which DPO keeps the policy close to the policy before DPO (beta).
+    beta: PositiveFloat = 0.1
+    # Learning rate of DPO at the start. It falls to 0.
+    dpo_learning_rate: PositiveFloat = 5e-7
+    # Number of passes over the preference pairs.
+    dpo_epochs: PositiveInt = 1
 
 
-# Rewards with a section of their own.
+# Names of the rewards that have their own section.
 STAGED = "staged"
 JUDGE = "judge"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedRewardConfig:
-    """The reward `staged` ("Learning When to Search").
+    """The reward `staged` of "Learning When to Search".
 
-    Each switch is an ablation of the paper's table 4; `format` is ours.
+    The first stage teaches to search, and the second stage to search only when it is needed. The
+    switches are ablations of the paper's table 4, except `format`, which is ours.
     """
 
-    # First round of the second stage. The paper does not say when it begins: each stage has half of
-    # its 500 rounds.
+    # First round of the second stage. The paper does not name it. The default gives each stage half
+    # of the paper's 500 rounds.
     stage_two_round: NonNegativeInt = 251
-    beta: NonNegativeFloat = 0.3  # what a search counts
-    # What says that an answer is right: an exact match under the task's rule, or the model behind
-    # `judge`, as in the paper.
+    # Reward of one search: added to a wrong answer in the first stage, and subtracted from a right
+    # answer in the second stage (beta, equations 10 and 11).
+    beta: NonNegativeFloat = 0.3
+    # How an answer is judged as right. exact_match: by the scoring rule of the task. judge: by the
+    # model of the section judge, as in the paper.
     correctness: Literal["exact_match", "judge"] = "exact_match"
-    # Without stages (table 2): in every round searches soften a wrong answer and lessen a right
-    # one.
+    # Whether to have one stage instead of two (table 2). In every round a search then adds to the
+    # reward of a wrong answer and subtracts from the reward of a right one.
     unified: bool = False
-    # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm,
-    # a Hugging Face name)
+    # How the similarity of two queries is measured. words: by word counts. Or an embedder: a
+    # folder, minilm, or a Hugging Face name.
     embedder: str = "words"
-    max_query_words: PositiveInt = 10  # of a concise query
-    format: bool = True  # without: a malformed episode earns as a well-formed one
-    search: bool = True  # without: how searches are written earns nothing
-    answer: bool = True  # without: answers earn nothing
-    stage_one: bool = True  # without: searches do not soften a wrong answer in the first stage
-    stage_two: bool = True  # without: searches do not lessen a right answer in the second stage
+    # Maximum number of words in a query that counts as concise.
+    max_query_words: PositiveInt = 10
+    # Whether the format is rewarded: 1 for a well-formed episode with an answer, -1 otherwise.
+    format: bool = True
+    # Whether queries are rewarded: similar queries and queries that are not concise cost reward.
+    search: bool = True
+    # Whether the answer is rewarded.
+    answer: bool = True
+    # Whether searches raise the reward of a wrong answer in the first stage.
+    stage_one: bool = True
+    # Whether searches lower the reward of a right answer in the second stage.
+    stage_two: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RemoteConfig):
     """A model behind an OpenAI-compatible endpoint that judges answers.
 
-    It says which answers mean the same as the gold ones.
+    It decides whether an answer means the same as one of the gold answers.
     """
 
-    # Whether the judge reads the question. "Learning When to Search" shows it the prediction and
-    # the references alone.
+    # Whether the judge reads the question. "Learning When to Search" shows only the prediction and
+    # the gold answers.
     show_question: bool = False
 
 
 def needs_judge(reward: str, staged: StagedRewardConfig) -> bool:
-    """Return whether a language model says what is right under the reward of this name."""
+    """Return whether the reward of this name asks a judge which answers are right."""
     return reward == JUDGE or (reward == STAGED and staged.answer and staged.correctness == "judge")

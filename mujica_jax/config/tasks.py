@@ -1,69 +1,89 @@
-"""Sections of tasks over passages, and their union, which is part of the one in `schema.py`."""
+"""Settings of tasks over passages and of QALD-10, and their union `OpenDomain`.
+
+`OpenDomain` is part of the union of all tasks in `schema.py`.
+"""
 
 import dataclasses
 from typing import ClassVar, Literal
 
 from mujica_jax.config.bounds import Percent, PositiveFloat, PositiveInt
 
-# Key in a field's metadata: the value to assume in a stored configuration that is older than the
-# field.
+# Key in a field's metadata. Its value is used where a stored configuration lacks the field because
+# it was written by an earlier release.
 STORED_WITHOUT = "stored_without"
-DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
+# The embedder of the Mujica-MyGO paper.
+DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageSearch:
-    """The collection that is searched, and how."""
+    """Settings of the search: the collection and the retriever."""
 
-    # Fields of earlier releases. A stored configuration may have them.
+    # Fields of earlier releases, which a stored configuration may have.
     retired: ClassVar[tuple[str, ...]] = ("index_rows",)
 
-    top_k: PositiveInt  # materials shown to the worker
-    # Of passages, and of a graph's crowded entity's triples: by their words, or by embeddings.
+    # Maximum number of passages or triples that one search returns.
+    top_k: PositiveInt
+    # How passages are ranked, and the triples of an entity that has more than top_k. bm25: by
+    # words. dense: by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
-    # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory
-    # made by `python -m mujica_jax.index build`, or the http:// address of `index serve`.
+    # Index to search: a directory made by `python -m mujica_jax.index build`, or the http://
+    # address of a running `python -m mujica_jax.index serve`. None: the passages in task.data_dir,
+    # by BM25 in memory.
     index: str | None = None
-    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging
-    # Face name.
+    # With retriever dense: the embedder with which the index was built. A folder, minilm, or a
+    # Hugging Face name.
     embedder: str = DEFAULT_EMBEDDER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenDomainConfig(PassageSearch):
-    """Questions of an official file, answered from passages.
+    """Questions from official files, answered from passages.
 
-    Training questions are those of files with `train` in their name. Of all others, `dev_percent`
-    (by the hash of their ids) are for choices and the rest for reports.
+    Questions of files with `train` in their name are for training. All others are dev or test
+    questions, as `dev_percent` says.
     """
 
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: str
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
-    data_dir: str  # folder with the official files, plain or .gz, or tfds:NAME (docs/guides/evaluation.md)
-    # share of the questions held out that are dev; the rest is test
+    # Folder with the official files, plain or .gz (docs/guides/evaluation.md). Or tfds:NAME, a data
+    # set prepared by `python -m mujica_jax.tasks.prepare`.
+    data_dir: str
+    # Percentage of the questions outside training that are dev questions, by the hash of their ids.
+    # The others are test questions.
     dev_percent: Percent = 30
-    max_questions: PositiveInt | None = None  # of each split, the first by the hash of their ids
+    # Maximum number of questions in each split, the first by the hash of their ids. None: all.
+    max_questions: PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiHopConfig(OpenDomainConfig):
-    """With passages given for each question, some of them gold."""
+    """A data set that gives passages with each question, some of them gold."""
 
-    # open: one index of all (`index`, or the passages of all questions); distractor: only the
-    # question's own passages, gold ones among them
+    # What is searched. open: one index for all questions (task.index, or the passages of all
+    # questions). distractor: only the passages given with the question, the gold passages among
+    # them.
     setting: Literal["open", "distractor"] = "open"
-    # In the distractor setting, also ask questions whose gold passages are not all among their own.
+    # In the distractor setting: whether to also ask questions whose own passages lack a gold
+    # passage.
     keep_incomplete: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HotpotConfig(MultiHopConfig):
+    """HotpotQA, with ten passages for each question."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["hotpotqa"] = "hotpotqa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MusiqueConfig(MultiHopConfig):
+    """MuSiQue, with twenty passages for each question."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["musique"] = "musique"
 
 
@@ -86,51 +106,75 @@ class OwnQuestionsConfig(MultiHopConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NaturalQuestionsConfig(OpenDomainConfig):
+    """Natural Questions, the open-domain version (NQ-open)."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["nq"] = "nq"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TriviaQaConfig(OpenDomainConfig):
+    """TriviaQA, unfiltered."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["triviaqa"] = "triviaqa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PopQaConfig(OpenDomainConfig):
+    """PopQA."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["popqa"] = "popqa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AmbigQaConfig(OpenDomainConfig):
+    """AmbigQA."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["ambigqa"] = "ambigqa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BamboogleConfig(OpenDomainConfig):
+    """Bamboogle."""
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["bamboogle"] = "bamboogle"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QaldConfig:
-    """QALD-10 over a knowledge graph."""
+    """QALD-10: questions over a knowledge graph."""
 
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["qald10"] = "qald10"
     environment: ClassVar[Literal["graph"]] = "graph"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.qald:build"
-    data_dir: str  # folder with qald_10.json, plain or .gz, or tfds:qald10
-    top_k: PositiveInt  # triples shown to the worker
-    # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or
-    # sparql+https://HOST/sparql.
+    # Folder with qald_10.json, plain or .gz. Or tfds:qald10, prepared by `python -m
+    # mujica_jax.tasks.prepare`.
+    data_dir: str
+    # Maximum number of triples that one search returns.
+    top_k: PositiveInt
+    # Knowledge graph to search: a directory made by `python -m mujica_jax.index build --kind
+    # graph`, or a SPARQL endpoint as sparql+https://HOST/sparql.
     index: str | None = None
-    queries_per_second: PositiveFloat = 10.0  # what a SPARQL endpoint is asked at most
-    # How the triples of an entity that has more than top_k are ranked: by their words, or by
+    # Maximum number of queries sent to a SPARQL endpoint in one second.
+    queries_per_second: PositiveFloat = 10.0
+    # How the triples of an entity that has more than top_k are ranked. bm25: by words. dense: by
     # embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
-    # With retriever dense: a folder, minilm, or a Hugging Face name.
+    # With retriever dense: the embedder. A folder, minilm, or a Hugging Face name.
     embedder: str = DEFAULT_EMBEDDER
-    # Of the questions, and of the labels of entities where the graph has them.
+    # Language of the questions, and of entity labels if the graph has labels in it.
     language: Literal["en", "de", "zh", "ru"] = "en"
-    dev_percent: Percent = 30  # the rest, by the hash of the ids, is test
-    max_questions: PositiveInt | None = None  # of each split, the first by the hash of their ids
+    # Percentage of the questions that are dev questions, by the hash of their ids. The others are
+    # test questions.
+    dev_percent: Percent = 30
+    # Maximum number of questions, dev and test together: the first by the hash of their ids. None:
+    # all.
+    max_questions: PositiveInt | None = None
 
 
 OpenDomain = (

@@ -1,4 +1,7 @@
-"""Scripted teachers: they play the demonstrations of the warm-up on tasks that they know."""
+"""Scripted policies, which play the demonstrations of the warm-up.
+
+They know the gold chain of each question.
+"""
 
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 

@@ -1,9 +1,12 @@
-"""The scripted demonstrator as DecEx: it recalls or searches for the gold triples in their order.
+"""The script that plays the agent Decex: it recalls or searches for the gold triples in order.
 
-A model can recall the facts that the pre-training text states. A question whose kind says "known"
-is solved from memory, in the words of that text, and any other question by searches. A query is
-worded for a search engine. If its passages do not state the object, the sub-question is asked once
-more and searched for in its own words. After that it is given up.
+The pre-training text states the facts that a model can recall. If the kind of a question ends with
+"known", the script answers its sub-questions from memory, in the words of that text. It solves any
+other question by searches.
+
+The first query of a sub-question consists of keywords. If the passages do not state the object of
+the triple, the script asks the sub-question once more and searches for its own words. If that fails
+too, the script ends the episode without an answer.
 """
 
 import dataclasses
@@ -19,10 +22,10 @@ from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 
 def write(state: DecexState) -> str:
-    """Return the next turn: one thought, then a search or the answer."""
+    """Return the next turn: one thought, followed by a search or the answer."""
     text = f"<think> {_read(state)}"
     for evidence in _evidences_in_order(state.question):
-        # Leave out what a step has solved, and give up after two searches in vain.
+        # Skip a triple that an earlier step has solved. Give up after two failed searches.
         wording, keywords = queries_of(evidence)
         past_steps = [step for step in state.steps if step.question == wording]
         if any(_stated_value(evidence, step) is not None for step in past_steps):
@@ -43,7 +46,7 @@ def write(state: DecexState) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """Yield the words of prompts and scripts, for a from-scratch tokenizer."""
+    """Yield the words of prompts and scripts, as training text for a new tokenizer."""
     yield decex.opening("brief").system
     yield "<think> " + decex.write_sub_question("The of is. I need the of .", "Who is the of ?")
     yield decex.write_memory(", of.", f"the of is {UNKNOWN}.") + decex.write_search("of")
@@ -53,17 +56,21 @@ def sample_text() -> Iterator[str]:
 
 
 def _recalled(evidence: Evidence) -> str:
-    """Return the sentence of the pre-training text, to stand within another sentence."""
+    """Return the sentence of the pre-training text with a small first letter.
+
+    It can then continue another sentence.
+    """
     sentence = fact(evidence, evidence.object)
     return sentence[0].lower() + sentence[1:]
 
 
 def _evidences_in_order(question: Question) -> list[Evidence]:
+    """Return the gold triples in the order in which they can be asked for."""
     return [evidence for group in evidence_rounds(question.evidences) for evidence in group]
 
 
 def _stated_value(evidence: Evidence, step: Step) -> str | None:
-    """Return the object in the words in which the step states it."""
+    """Return the object of a triple as the step states it, or None if the step does not."""
     if step.recalled is not None:
         return evidence.object
     statement = first_statement(evidence, step.materials)
@@ -71,7 +78,7 @@ def _stated_value(evidence: Evidence, step: Step) -> str | None:
 
 
 def _read(state: DecexState) -> str:
-    """Return the sentence that says what the last search's passages state."""
+    """Return a sentence that says what the passages of the last search state."""
     if not state.steps:
         return ""
     last_step = state.steps[-1]

@@ -1,16 +1,17 @@
-"""The scripted demonstrator over passages.
+"""The script that plays planner and worker of Mujica in text environments.
 
-It asks for each gold triple whose subject is known, and reads the object off the passages that the
-search found. The worker names the passage and repeats the object as it stands there, a date in the
-passage's own order of day and month. If no passage states the object, the worker selects [-1], and
-then:
+The planner asks for each gold triple whose subject is known. The worker looks for the object in the
+passages. It names the passage and repeats the object exactly as the passage writes it, for example
+a date with day and month in the same order.
 
-- If the question's kind says that its facts are common knowledge, the worker answers from its own
-  knowledge, as its prompt asks. A model can have learnt such a fact from the pre-training text.
-- The worker cannot know any other fact, and a demonstration that states it would teach a model to
-  invent facts. So the worker says that nothing was found, and the planner asks once more in other
-  words, then gives up. The prompt asks for an answer here too, so the warm-up does not learn such a
-  worker's reply (`without_silent_workers`).
+If no passage states the object, the worker selects [-1]. Its sentence then depends on the question:
+
+- If the facts of the question are common knowledge, according to its kind, the worker answers from
+  its own knowledge, as its prompt asks. A model can have learnt the fact from the pre-training text.
+- Otherwise the worker cannot know the fact. A demonstration that states it would teach a model to
+  invent facts. The worker therefore says that nothing was found. The planner asks once more in
+  other words and then gives up. Because the worker's prompt asks for an answer here too, the
+  warm-up leaves such replies out (`without_silent_workers`).
 """
 
 import dataclasses
@@ -34,17 +35,20 @@ PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AskedFact:
-    """The fact that one of the script's questions asks for."""
+    """The fact that a sub-question of the script asks for.
+
+    `is_known` is True if the facts of the planner's question are common knowledge.
+    """
 
     evidence: Evidence
-    is_known: bool  # common knowledge, as the kind of the planner's question says
+    is_known: bool
 
 
 class TextScript:
-    """Writes planner and worker over passages.
+    """The script for planner and worker in text environments.
 
-    It remembers which triple each of its questions asks for: a worker is shown the question
-    alone.
+    A worker sees only the sub-question. The script therefore remembers which triple each
+    sub-question asks for.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -54,9 +58,10 @@ class TextScript:
     def open_searches(
         self, state: PlannerState
     ) -> list[tuple[Evidence, protocol.SearchCall]] | None:
-        """Return the triples to ask for now, each in its next wording.
+        """Return the triples to ask for now, each with the search in its next wording.
 
-        None says that one was asked in every wording in vain.
+        Returns an empty list if all triples are answered. Returns None if a triple was asked for in
+        every wording without success.
         """
         asked_queries = {search.query for search in state.searches}
         for evidences in chains.evidence_rounds(state.question.evidences):
@@ -79,7 +84,7 @@ class TextScript:
         return []
 
     def read(self, state: WorkerState) -> str:
-        """Write the worker's turn about one question."""
+        """Write the worker's turn for a sub-question."""
         fact_asked = self._facts_by_query[state.query]
         evidence = fact_asked.evidence
         attribute = f"{evidence.relation} of {evidence.subject}"
@@ -98,9 +103,9 @@ class TextScript:
 
 
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
-    """Check whether a search told the planner the object of a triple.
+    """Return whether the planner has learnt the object of a triple from a search.
 
-    The object stands in a worker's sentence, or in a passage that the planner reads.
+    The object is in the worker's sentence, or in a passage that the planner reads itself.
     """
     if not search.found:
         return False
@@ -108,9 +113,9 @@ def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> boo
 
 
 def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conversation, ...]:
-    """Leave out the conversations of workers that say that nothing was found.
+    """Return the conversations without those of workers who say that nothing was found.
 
-    The prompt of a worker over texts asks for an answer from its own knowledge instead.
+    In text environments, the worker's prompt asks for an answer from its own knowledge instead.
     """
     return tuple(
         conversation
@@ -120,6 +125,7 @@ def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conve
 
 
 def _is_silent(worker: Conversation) -> bool:
+    """Return whether the worker says that nothing was found."""
     reply = worker.turns[-1].text
     return protocol.field("sentence", reply) == protocol.NOTHING_FOUND
 
@@ -131,14 +137,15 @@ def query_of(relation: str, label: str) -> str:
 
 
 def queries_of(evidence: Evidence) -> tuple[str, str]:
-    """Return two wordings: a question, and keywords for a search engine."""
+    """Return the two wordings of a sub-question: a question, and keywords for a search engine."""
     return query_of(evidence.relation, evidence.subject), f"{evidence.subject} {evidence.relation}"
 
 
 def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[int, str] | None:
-    """Return the number of the first passage that states the object, and the words that state it.
+    """Return the first passage that states the object of a triple, or None.
 
-    The passages are the subject's own ones and then those that name the subject.
+    The result is the number of the passage and the object in its words. Passages about the subject
+    come first, then passages that mention the subject. Other passages do not count.
     """
     subject = PARENTHESIS.sub("", evidence.subject).casefold()
     own_passages: list[int] = []
@@ -164,7 +171,7 @@ def fact(evidence: Evidence, value: str) -> str:
 
 
 def stated_object(evidence: Evidence, searches: Sequence[Search]) -> str | None:
-    """Return the object of a triple in the words of a passage that a search found."""
+    """Return the object of a triple in the words of the first passage that states it, or None."""
     for search in searches:
         materials = [
             Material(text=text, title=text.partition(": ")[0]) for text in search.materials
@@ -178,9 +185,14 @@ def stated_object(evidence: Evidence, searches: Sequence[Search]) -> str | None:
 def conclusion(question: Question, answer: str) -> str:
     """Return the thought before an answer.
 
-    For two chains it names, in this order: what was found at their ends, with the numbers of the
-    candidates they began with; which one decides; the number and the name of that one. Each step
-    then follows from one look back.
+    A comparison has two chains of triples. The thought then names, in this order:
+
+    1. the values at the ends of both chains, each with the number of the candidate that it belongs
+       to;
+    2. the word that decides, such as "earlier";
+    3. the value that decides, with the number and the name of its candidate.
+
+    A model can then write each part by looking back once.
     """
     ends = chains.chain_ends(question.evidences)
     if len(ends) != 2:
@@ -214,9 +226,10 @@ def conclusion(question: Question, answer: str) -> str:
 
 
 def forms_of(value: str) -> Iterator[str]:
-    """Yield the ways in which a passage may write an object.
+    """Yield the forms in which a passage may write an object.
 
-    They are the value as it is, a date in either order, and a country as its people.
+    They are the value itself, a date with day and month in either order, and other forms of a
+    country, such as its people.
     """
     yield value
     without_parenthesis = PARENTHESIS.sub("", value)
@@ -245,9 +258,9 @@ def forms_of(value: str) -> Iterator[str]:
 
 
 def _quantity(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str:
-    """Return what is compared: years, or the whole values.
+    """Return the words that are compared: the years, or else the whole values.
 
-    Whole values are compared where some are no dates, or where years do not decide.
+    The whole values are compared if some of them have no year, or if the years are equal.
     """
     years = _last_years(group)
     other_years = _last_years(other_group)
@@ -258,13 +271,13 @@ def _quantity(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str
 
 
 def _last_years(group: Sequence[Evidence]) -> list[str]:
-    """Return the last year in each object that has one."""
+    """Return the last year in each object, without the objects that contain no year."""
     years_by_object = [YEAR.findall(evidence.object) for evidence in group]
     return [years[-1] for years in years_by_object if years]
 
 
 def _comparison(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str:
-    """Return the word that says why the first group is the answer."""
+    """Return the word that says why the first group of triples belongs to the answer."""
     if len(group) != len(other_group):
         return "more"
     if len(group) > 1:

@@ -1,15 +1,17 @@
-"""A policy that knows the gold chain, for demonstrations.
+"""The class `ScriptedPolicy`: a policy that knows the gold chain and plays demonstrations.
 
-A model from scratch is warmed up on them. The policy plays ordinary episodes in the ordinary
-environment, so demonstrations are the same records as sampled trajectories. The plan is the
-question's evidence as a graph. Every triple whose subject is a numbered candidate can be asked now:
-all such triples in one turn, or the first of them if the agent searches once a turn. The worker
-does not know the chain: it reads the relation off the query and selects the materials that state
-it. If there is no worker, the planner reads the materials itself, and its next thought begins with
-what it read.
+The warm-up trains a new model on them. The policy plays ordinary episodes in the ordinary
+environment, so demonstrations are records of the same form as sampled trajectories.
 
-Thoughts are short and put next to each other what the next decision needs: the relation before the
-number of its line, the number before the object, both years before the one that decides.
+The planner follows the gold triples of the question. A triple can be asked for if its subject is a
+numbered candidate. The planner asks for all such triples in one turn, or for the first of them if
+the agent searches once in each turn. The worker does not know the gold chain. It takes the relation
+from the query and selects the materials that state it. If there is no worker, the planner reads the
+materials itself, and its next thought begins with the facts that it read.
+
+Thoughts are short, and they put things next to each other that the next decision needs. For
+example, the relation comes before the number of its line, the number before the object, and both
+years before the year that decides.
 """
 
 import random
@@ -37,11 +39,13 @@ from mujica_jax.tasks.task import Material
 
 
 class ScriptedPolicy:
-    """Writes any question's episode; what it cannot answer rightly it leaves unanswered.
+    """A policy that plays the episode of any question by a script.
 
-    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found
-    where the fact stands before it. The planner then gives up, as after any fact that is missing.
-    An agent without workers searches, with the same probability, for what is common knowledge.
+    If a fact cannot be found, it ends the episode without an answer instead of guessing.
+
+    The script makes mistakes on purpose, with the probability `miss_rate`. The worker then says
+    that nothing was found although a material states the fact, and the planner gives up. The agent
+    Single has no worker. It then searches for a fact that is common knowledge.
     """
 
     version = 0
@@ -54,22 +58,31 @@ class ScriptedPolicy:
         seed: int = 0,
         contract: Contract = MUJICA_CONTRACT,
     ) -> None:
-        """`contract` holds the tags that a planner and its workers write."""
+        """Prepare the script.
+
+        `contract` holds the tags of planner and workers. `seed` decides where the script makes
+        mistakes.
+        """
         self._tokenizer = tokenizer
         self._miss_rate = miss_rate
         self._seed = seed
         self._contract = contract
         self._text_script = TextScript(contract)
-        self.missed: set[str] = set()  # queries whose fact was missed
+        # The queries for which the worker missed a fact on purpose.
+        self.missed: set[str] = set()
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        del prompt, continues  # the script reads the state
+        """Write the turn from the facts in `state`. The prompt does not matter.
+
+        Raises UserError if there is no script for the agent.
+        """
+        del prompt, continues
         if not isinstance(state, PlannerState | WorkerState | SingleState | DecexState):
             raise UserError(
-                "demonstrations are scripted for mujica, single and decex and the agent asks with "
-                f"a {type(state).__name__}: start from a checkpoint with --init"
+                "scripted demonstrations exist for the agents mujica, single and decex, and this "
+                f"agent has the state {type(state).__name__}: start from a checkpoint with --init"
             )
         if isinstance(state, SingleState):
             recalls = random.Random(f"{self._seed} {state.question.id}").random() >= self._miss_rate
@@ -90,8 +103,8 @@ class ScriptedPolicy:
         )
 
     def _plan(self, state: PlannerState) -> str:
-        """Write the planner's turn over a graph."""
-        # The thought begins with what the planner reads itself.
+        """Write the planner's turn in a graph environment."""
+        # The thought begins with the facts that the planner reads itself.
         reading = ""
         for search in _unread(state):
             relation, objects = _statement(search)
@@ -106,7 +119,7 @@ class ScriptedPolicy:
             thought = f"{reading}I need the {' and '.join(relations)}."
             return self._contract.write_searches(thought, [call for _, call in calls], "graph")
 
-        # With a fact missing an answer would be a guess: the episode ends without one.
+        # If a fact is missing, an answer would be a guess. A turn without searches ends the episode.
         gold_facts = {
             (evidence.subject_id or evidence.subject, evidence.relation)
             for evidence in state.question.evidences
@@ -119,12 +132,12 @@ class ScriptedPolicy:
         return self._contract.write_answer(thought, answer)
 
     def _plan_on_text(self, state: PlannerState) -> str:
-        """Write the planner's turn over passages."""
+        """Write the planner's turn in a text environment."""
         calls = self._text_script.open_searches(state)
         if calls is None:
             return self._contract.write_searches(protocol.NOTHING_FOUND, [], "text")
 
-        # The thought begins with what the planner reads itself.
+        # The thought begins with the facts that the planner reads itself.
         reading = ""
         unread_searches = _unread(state)
         for evidence in state.question.evidences:
@@ -146,7 +159,10 @@ class ScriptedPolicy:
         return self._contract.write_searches(thought, [call for _, call in calls], "text")
 
     def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
-        """Return the gold triples whose subject is numbered and that were not asked yet."""
+        """Return the gold triples that can be asked for and were not asked for yet.
+
+        A triple can be asked for if its subject is a numbered candidate.
+        """
         # A triple names its subject by id or by label.
         number_of = {entity.id: number for number, entity in enumerate(state.candidates)}
         number_of |= {entity.label: number_of[entity.id] for entity in state.candidates}
@@ -165,12 +181,12 @@ class ScriptedPolicy:
         return calls
 
     def _read(self, state: WorkerState) -> str:
-        """Write the worker's turn over a graph."""
-        assert state.entity is not None, "a search of a graph names an entity"
+        """Write the worker's turn in a graph environment."""
+        assert state.entity is not None, "a search in a graph names an entity"
         label = state.entity.label
         relation, objects = _relation_and_objects(state.query, label, state.materials)
 
-        # Miss a fact now and then.
+        # Miss a fact on purpose, with the probability `miss_rate`.
         if objects and random.Random(f"{self._seed} {state.query}").random() < self._miss_rate:
             self.missed.add(state.query)
             objects = {}
@@ -185,9 +201,9 @@ class ScriptedPolicy:
 def _relation_and_objects(
     query: str, label: str, materials: Iterable[Material]
 ) -> tuple[str, dict[int, str]]:
-    """Return the relation that a query asks for, and the objects of the materials that state it.
+    """Return the relation that a query asks for, and the objects that the materials state for it.
 
-    The objects stand by the numbers of their materials.
+    The objects are a dictionary from the number of a material to its object.
     """
     relation = query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
     objects = {
@@ -206,12 +222,13 @@ def _statement(search: Search) -> tuple[str, dict[int, str]]:
 
 
 def _words(relation: str, objects: Mapping[int, str]) -> str:
+    """Return the relation and its numbered objects as words of a thought."""
     numbered_objects = [f"[{number}] {value}" for number, value in objects.items()]
     return f"{relation} {' and '.join(numbered_objects)}"
 
 
 def _answered_queries(state: PlannerState) -> set[str]:
-    """Return the queries whose fact a worker selected or the materials state."""
+    """Return the queries that were answered: a worker selected a material, or a material states it."""
     queries = set()
     for search in state.searches:
         _, objects = _statement(search)
@@ -221,7 +238,7 @@ def _answered_queries(state: PlannerState) -> set[str]:
 
 
 def _unread(state: PlannerState) -> list[Search]:
-    """Return the last turn's searches that no worker read."""
+    """Return the searches of the last turn whose materials the planner has to read itself."""
     if state.split:
         return []
     return [
@@ -232,15 +249,15 @@ def _unread(state: PlannerState) -> list[Search]:
 
 
 def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> Iterator[str]:
-    """Yield the words of prompts, scripts and pre-training documents, for a from-scratch tokenizer.
+    """Yield the words of prompts, scripts and pre-training documents, to train a new tokenizer.
 
-    Words of other agents than Mujica, and of other contracts, come only where these are trained:
-    they would change every vocabulary.
+    The words of another agent or contract are included only if that one is trained. Otherwise they
+    would change the vocabulary of every model.
     """
     entity = Entity(id="", label="")
     call = protocol.SearchCall(query="Who is the of", candidate=0)
 
-    # Other contracts and agents.
+    # Words of other contracts and agents.
     if contract.has_own_words:
         yield contract.planner_observation(["The of is"], [[entity]], 1, "graph")
         yield contract.planner_observation(["The of is"], [[]], 0, "text")
@@ -253,12 +270,12 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
     if agent == DECEX:
         yield from scripted_decex.sample_text()
 
-    # Mujica's prompts.
+    # The prompts of Mujica.
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):
             yield protocol.opening(role, kind, "brief").system
 
-    # What the script writes as planner and worker.
+    # The turns that the script writes as planner and worker.
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
     yield protocol.write_answer(
@@ -267,7 +284,7 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
     yield protocol.write_worker("none", [], protocol.NOTHING_FOUND)
     yield protocol.write_worker("of", [0], "The of is.")
 
-    # What it is shown.
+    # The messages that planner and worker read.
     yield protocol.planner_opening("What", [entity])
     yield protocol.planner_observation(["The of is"], [entity], first=1)
     for kind in ("graph", "text"):

@@ -1,13 +1,14 @@
-"""The scripted demonstrator of the agent that searches and reads in one conversation.
+"""The script that plays the agent Single, which searches and reads in one conversation.
 
-That agent is `single.py`. A question whose facts are common knowledge is answered from memory: the
-facts in order, then the answer. The tiny world marks it by its kind, "compositional, known". Any
-other question is searched step by step. The query holds keywords for the first gold triple that no
-passage states so far. If that search found nothing, the next query is the subject alone. If that
-found nothing either, the episode ends without an answer.
+If the facts of a question are common knowledge, the script states them in order from memory and
+then answers. The tiny world marks such questions by their kind, "compositional, known".
 
-A thought says that the fact is unknown in the words in which it would be recalled. A model that
-remembers the fact can notice that.
+For any other question it searches step by step. The query consists of keywords for the first gold
+triple that no passage has stated so far. If that search finds nothing, the next query is only the
+subject of the triple. If that finds nothing either, the episode ends without an answer.
+
+Before a search, the thought says that the fact is unknown, in the same words in which the fact
+would be recalled. A model that remembers the fact can then notice that it knows it.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 
 def write(state: SingleState, *, recalls: bool = True) -> str:
-    """Return the next turn. Without `recalls` it also searches for common knowledge."""
+    """Return the next turn. If `recalls` is False, it searches for common knowledge too."""
     question = dataclasses.replace(state.question, candidates=())
     answer = question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
@@ -38,7 +39,8 @@ def write(state: SingleState, *, recalls: bool = True) -> str:
         facts = " ".join(fact(evidence, evidence.object) for evidence in evidences)
         return _last_turn(state, facts, conclusion(question, answer), answer)
 
-    # Search for the first triple that no passage states, and say what the last search has told.
+    # Search for the first triple that no passage states. The thought names the facts that the last
+    # search added.
     new_facts: list[str] = []
     for evidence in evidences:
         value = stated_object(evidence, state.searches)
@@ -48,15 +50,15 @@ def write(state: SingleState, *, recalls: bool = True) -> str:
         if is_new:
             new_facts.append(fact(evidence, value))
 
-    # All is known: answer.
+    # All facts are known, so answer.
     closing_thought = " ".join([*new_facts, conclusion(question, answer)])
     return _last_turn(state, protocol.NOTHING_FOUND, closing_thought, answer)
 
 
 def _search(state: SingleState, evidence: Evidence, new_facts: list[str]) -> str:
-    """Return a turn that searches for a triple, or gives up where all queries were in vain."""
+    """Return a turn that searches for a triple, or one that gives up after two failed searches."""
     asked_queries = {search.query for search in state.searches}
-    # The agent's prompt asks for keywords.
+    # The queries are keywords because the agent's prompt asks for keywords.
     for query in (f"{evidence.subject} {evidence.relation}", evidence.subject):
         if query not in asked_queries:
             thought = " ".join([*new_facts, fact(evidence, UNKNOWN)])
@@ -65,7 +67,7 @@ def _search(state: SingleState, evidence: Evidence, new_facts: list[str]) -> str
 
 
 def sample_text() -> Iterator[str]:
-    """Yield the words of prompts and turns, for a from-scratch tokenizer."""
+    """Yield the words of prompts and turns, as training text for a new tokenizer."""
     for style in ("reflect", "search_r1"):
         yield opening(style, "brief").system
         question = Question(id="", text="", answers=("",))
@@ -86,7 +88,7 @@ def sample_text() -> Iterator[str]:
 
 
 def _last_turn(state: SingleState, thought: str, closing_thought: str, answer: str) -> str:
-    """Return the turn that answers. `thought` is written in the first turn of an episode alone."""
+    """Return the turn that answers. `thought` is written only in the first turn of an episode."""
     answer_field = f"<answer> {answer} </answer>"
     is_first_turn = not state.searches
     if state.style == "search_r1":
@@ -100,6 +102,6 @@ def _last_turn(state: SingleState, thought: str, closing_thought: str, answer: s
 
 
 def _thought(state: SingleState, text: str) -> str:
-    """Return a thought between the tags of this turn."""
+    """Return a thought inside of the tag that this turn requires."""
     tag = "reflect" if state.searches and state.style == "reflect" else "think"
     return f"<{tag}> {text} </{tag}>"

@@ -1,7 +1,8 @@
-"""Send one request to an endpoint, once.
+"""Send requests to an HTTP endpoint, each of them once.
 
-This module holds the connection, the bounds of an answer, and which errors are transient. The API
-key comes from an environment variable and goes nowhere but into the request's header.
+`HttpClient` shares connections, limits the size of answers, and sorts errors into transient and
+permanent ones. `retry.py` repeats requests. The API key is read from an environment variable and is
+only sent in the header of requests.
 """
 
 import contextlib
@@ -18,21 +19,24 @@ from mujica_jax.errors import UserError
 if TYPE_CHECKING:
     import httpx
 
-TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 5xx
+# HTTP statuses after which a request is sent again, together with all statuses from 500.
+TRANSIENT_STATUSES = {408, 409, 425, 429}
 TOO_LARGE = 413
-SERVER_ERROR = 500  # of this request, where 502 to 504 say that the server is away
+# The server failed on this request. Statuses 502 to 504 say that the server itself is away.
+SERVER_ERROR = 500
 MAX_ANSWER_BYTES = 16 * 2**20
-MAX_MESSAGE_CHARACTERS = 200  # of what a server says that are shown
+# Error messages quote at most this much of a server's answer.
+MAX_MESSAGE_CHARACTERS = 200
 
 
 class HttpError(Exception):
-    """A request that failed for good. Its text is one sentence for the user."""
+    """A request failed for good. The message is one sentence for the user."""
 
 
 class RequestRefusedError(HttpError):
-    """The same request would be refused again.
+    """The request was refused, and would be refused again.
 
-    `status` is the server's status, 0 if no server refused it.
+    `status` is the HTTP status of the server, or 0 if this client refused the request.
     """
 
     def __init__(self, sentence: str, status: int = 0) -> None:
@@ -41,13 +45,13 @@ class RequestRefusedError(HttpError):
 
 
 class PayloadTooLargeError(RequestRefusedError):
-    """The request or its answer is too large. A part of the request may succeed."""
+    """The request or its answer is too large. A smaller part of the request may succeed."""
 
 
 class RetriesExhaustedError(HttpError):
-    """Every attempt met a transient error.
+    """Every attempt ended in a transient error.
 
-    `was_answered` says that the server itself answered the last one.
+    `was_answered` tells whether the last attempt got an answer from the server itself.
     """
 
     def __init__(self, sentence: str, *, was_answered: bool = False) -> None:
@@ -56,24 +60,25 @@ class RetriesExhaustedError(HttpError):
 
 
 class DeadlineExceededError(HttpError):
-    """No answer within the deadline."""
+    """The request was not answered within the deadline."""
 
 
 class TransientError(Exception):
-    """The same request may succeed later."""
+    """An attempt failed, but the same request may succeed later."""
 
     def __init__(
         self, reason: str, after_seconds: float = 0.0, *, was_answered: bool = False
     ) -> None:
         super().__init__(reason)
-        self.after_seconds = after_seconds  # what the server asks to wait
-        # The server is up and answered this request, with something that is none. If that repeats,
-        # it is the request.
+        # How long the server asks to wait before the next attempt.
+        self.after_seconds = after_seconds
+        # The server is up and answered this request, but with an error or an invalid answer. If
+        # every attempt ends so, the request itself is the cause.
         self.was_answered = was_answered
 
 
 class HttpClient:
-    """Requests to one address. Use it from one event loop at a time."""
+    """A client for one address. Use it from one event loop at a time."""
 
     def __init__(
         self,
@@ -84,19 +89,27 @@ class HttpClient:
         example: str = "http://HOST:PORT/v1",
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """Check the address and the key. `example` shows how an address of this kind is written."""
-        import httpx  # 0.2 s
+        """Check the address and read the API key. Raises UserError if either is wrong.
+
+        `api_key_variable` is the name of the environment variable that holds the API key; None
+        sends no key. At most `connections` connections are open at the same time. `example` is a
+        right address, for the message about a wrong one. Answers of more than `max_answer_bytes`
+        are refused.
+        """
+        # Imported here because it takes 0.2 s.
+        import httpx
 
         self.url = _checked(url, example)
         self._key = _api_key(api_key_variable)
         self._max_answer_bytes = max_answer_bytes
         self._limits = httpx.Limits(max_connections=connections)
-        self._tls = httpx.create_ssl_context()  # reads the certificates, once
+        # Read the certificates of the system only once.
+        self._tls = httpx.create_ssl_context()
         self._client: httpx.AsyncClient | None = None
         self._users = 0
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a JSON object and return the one that comes back.
+        """Send a JSON object and return the JSON object of the answer.
 
         Raises TransientError or RequestRefusedError.
         """
@@ -104,11 +117,16 @@ class HttpClient:
         answer = _json(content)
         if not isinstance(answer, dict):
             shown = self.shown(content.decode(errors="replace"))
-            raise TransientError(f"an answer that is no JSON object ({shown})", was_answered=True)
+            raise TransientError(
+                f"an answer that is not a JSON object ({shown})", was_answered=True
+            )
         return answer
 
     async def exchange(self, content: str, headers: Mapping[str, str]) -> bytes:
-        """Send a request and return what comes back with status 200. Raises as `post` does."""
+        """Send a request and return the body of its answer, which has status 200.
+
+        Raises TransientError or RequestRefusedError.
+        """
         import httpx
 
         try:
@@ -142,26 +160,26 @@ class HttpClient:
             answer += part
             if len(answer) > self._max_answer_bytes:
                 raise PayloadTooLargeError(
-                    f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no answer is "
-                    "that large: check the address"
+                    f"{self.url} sent more than {self._max_answer_bytes:,} bytes, more than any "
+                    "answer of such an endpoint: check the address"
                 )
         return bytes(answer)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator["httpx.AsyncClient"]:
-        """Yield one client that all users share.
+        """Yield the httpx client that all requests at this time share.
 
-        The last user closes it, so that an event loop ends with no connection open.
+        The last request closes it, so that no connection is open when the event loop ends.
         """
         import httpx
 
         if self._client is None:
-            # No compression: the size of an answer is bounded as it comes in.
+            # Ask for answers without compression, because their size is limited as they arrive.
             headers = {"Accept-Encoding": "identity"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            # Callers limit the time of a whole attempt: a limit between two bytes would let a slow
-            # trickle go on.
+            # Use no timeout here: callers limit the time of a whole attempt. httpx only limits the
+            # time between two bytes, so an answer could arrive very slowly for ever.
             self._client = httpx.AsyncClient(
                 headers=headers, timeout=None, limits=self._limits, verify=self._tls
             )
@@ -176,20 +194,20 @@ class HttpClient:
                 await client.aclose()
 
     def _message(self, answer: bytes) -> str:
-        """Return the server's reason for a refusal."""
+        """Return the message in the body of an error, on one line."""
         message = _json(answer)
         if message is None:
             message = answer.decode(errors="replace")
-        # Servers nest it differently, as in {"error": {"message": ...}}.
+        # Servers nest the message differently, as in {"error": {"message": ...}}.
         for name in ("error", "message", "detail"):
             if isinstance(message, dict) and message.get(name):
                 message = message[name]
-        return self.shown(str(message)) or "without a word"
+        return self.shown(str(message)) or "no message"
 
     def shown(self, text: str) -> str:
-        """Return text as one line of bounded length.
+        """Return a text on one line of at most `MAX_MESSAGE_CHARACTERS`, for a message.
 
-        Control characters and the key are replaced.
+        The API key is replaced by ***, and control characters by spaces.
         """
         if self._key is not None:
             text = text.replace(self._key, "***")
@@ -201,7 +219,7 @@ class HttpClient:
 
 
 def _json(content: bytes) -> Any:
-    """Return what JSON text says, or None if it is no JSON."""
+    """Return the value of a JSON text, or None if it is not JSON."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -209,9 +227,9 @@ def _json(content: bytes) -> Any:
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Return the seconds that the server asks to wait, which it gives as a number or a date.
+    """Return how many seconds the server asks to wait, in the header Retry-After.
 
-    The result is 0 if it asks for nothing that can be read.
+    The header holds a number of seconds or a date. Return 0 if it is missing or cannot be read.
     """
     value = response.headers.get("retry-after", "").strip()
     try:
@@ -226,7 +244,10 @@ def _retry_after(response: "httpx.Response") -> float:
 
 
 def _checked(address: str, example: str) -> str:
-    """Return an address without a slash at its end. Raises UserError if it cannot be used."""
+    """Return an address without a slash at its end. Raises UserError if it is wrong.
+
+    `example` is a right address, for the message.
+    """
     import httpx
 
     try:
@@ -237,8 +258,9 @@ def _checked(address: str, example: str) -> str:
         ) from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
-            "the endpoint's address holds a password, a query or a fragment, and addresses are "
-            "printed: leave them out and name an environment variable that holds the key"
+            "the endpoint's address holds a password, a query or a fragment, but addresses are "
+            "printed and logged: leave them out, and name an environment variable that holds the "
+            "API key"
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise UserError(
@@ -255,11 +277,11 @@ def _api_key(name: str | None) -> str | None:
     if not key:
         raise UserError(
             f"the environment variable {name} is not set: export the API key in it, or name "
-            "another one"
+            "another variable"
         )
     if not key.isascii() or not key.isprintable() or " " in key:
         raise UserError(
-            f"the environment variable {name} holds characters that no API key has: export the key "
-            "alone"
+            f"the environment variable {name} holds spaces or other characters that no API key "
+            "has: export only the key in it"
         )
     return key

@@ -1,6 +1,7 @@
-"""Send a request again after transient errors, with pauses that double and one deadline for all.
+"""Send a request again after transient errors.
 
-What the server refuses is not sent again. Callers turn the errors of `client.py` into their own.
+The pauses between attempts double, and one deadline covers all attempts. A request that the server
+refuses is not sent again. Callers turn the errors of `client.py` into their own exceptions.
 """
 
 import asyncio
@@ -17,20 +18,27 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    timeout_seconds: float = 30.0  # of one attempt
-    # of a request with all of its attempts and the pauses between them
+    """How often and for how long a request is tried."""
+
+    # The longest time of one attempt.
+    timeout_seconds: float = 30.0
+    # The longest time of a request, with all attempts and the pauses between them.
     deadline_seconds: float = 120.0
+    # The largest number of attempts.
     max_attempts: int = 6
+    # Pause after the first attempt. It doubles after each further one.
     first_wait_seconds: float = 0.25
-    max_wait_seconds: float = 10.0  # between two attempts, unless the server asks for more
+    # The longest pause between two attempts, unless the server asks for a longer one.
+    max_wait_seconds: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryTarget:
-    """The server that is asked, as errors name it."""
+    """How error messages name the server, and what they advise."""
 
     url: str
-    advice: str  # what the user can check if all attempts fail
+    # What the user can check if all attempts fail.
+    advice: str
 
 
 async def retry(
@@ -45,10 +53,13 @@ async def retry(
 ) -> Answer:
     """Call `attempt` until it succeeds, and return its result. Raises HttpError.
 
-    An attempt that raises TransientError or takes too long is followed by another one. The deadline
-    counts from `start_time` (default: now), on the monotonic clock. The time that `before_attempt`
-    waits counts against the deadline only, not against the time of an attempt. `pause_random`
-    varies the pauses.
+    If an attempt raises TransientError or takes too long, another attempt follows. `pause_random`
+    varies the pauses between attempts.
+
+    The deadline counts from `start_time`, on the monotonic clock; the default is now.
+    `before_attempt` is awaited before each attempt. Its time counts against the deadline, but not
+    against the timeout of the attempt. `on_retry` is called with the error before each further
+    attempt.
     """
     if start_time is None:
         start_time = time.monotonic()
@@ -64,7 +75,9 @@ async def retry(
                     async with asyncio.timeout(policy.timeout_seconds):
                         return await attempt()
                 except TimeoutError:
-                    error = TransientError(f"no whole answer within {policy.timeout_seconds:g} s")
+                    error = TransientError(
+                        f"no complete answer within {policy.timeout_seconds:g} s"
+                    )
                 except TransientError as transient:
                     error = transient
         except TimeoutError as late:
@@ -94,13 +107,17 @@ async def retry(
 
 
 def _pause_seconds(policy: RetryPolicy, attempts: int, pause_random: random.Random) -> float:
-    """Return the pause after this many attempts. It doubles, up to a limit, and varies by half."""
+    """Return the pause after this number of attempts.
+
+    It doubles with each attempt up to `max_wait_seconds`, and is then multiplied by a random factor
+    between 0.5 and 1.5.
+    """
     doubled_seconds = policy.first_wait_seconds * 2 ** (attempts - 1)
     return min(doubled_seconds, policy.max_wait_seconds) * pause_random.uniform(0.5, 1.5)
 
 
 def deadline_exceeded(url: str, policy: RetryPolicy, so_far: str) -> DeadlineExceededError:
-    """Return the error of a request that was not answered in time."""
+    """Return the error of a request that missed its deadline. `so_far` says what happened."""
     return DeadlineExceededError(
         f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): "
         "allow more time or send less at once"

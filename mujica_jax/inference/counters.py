@@ -1,8 +1,8 @@
-"""Show what a generator does, on a console and for Prometheus.
+"""Show the counters of a generator on the console, in metrics files and to Prometheus.
 
 counters = LiveCounters(lambda: server.statistics)
 counters.figures()                                  # for a progress display
-close = serve_metrics(counters, port=9090)          # http://127.0.0.1:9090/metrics
+port, close = serve_metrics(counters, port=9090)    # http://127.0.0.1:9090/metrics
 """
 
 import collections
@@ -17,32 +17,34 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import GeneratorStatistics
 
-# Tokens per second are counted over this time, or since the reading before it.
+# `LiveCounters` averages the tokens per second over this time. If readings are further apart, it
+# averages since the last reading before this window.
 WINDOW_SECONDS = 10.0
 PREFIX = "mujica_"
-# Values that only grow.
+# Values that only grow, with their descriptions for Prometheus.
 COUNTS = {
-    "requests": "Requests that were given a slot",
-    "refused": "Requests that were answered with an error",
-    "prompt_tokens": "Tokens of prompts",
-    "prefilled_tokens": "Tokens of prompts that were computed and not found in memory",
-    "generated_tokens": "Tokens generated",
-    "evicted_pages": "Pages of KV memory whose content made room",
+    "requests": "Requests that were started",
+    "refused": "Requests that ended with an error",
+    "prompt_tokens": "Prompt tokens of all started requests",
+    "prefilled_tokens": "Prompt tokens that were computed and not found in the prefix cache",
+    "generated_tokens": "Generated tokens",
+    "evicted_pages": "Pages that were evicted from the prefix cache",
     "compiled_programs": (
-        "Programs compiled; one that grows under steady traffic means recompilation"
+        "Compiled programs; if the number keeps growing under steady traffic, shapes are recompiled"
     ),
-    "seconds": "Seconds inside the engine",
+    "seconds": "Seconds inside prefill and decode calls",
 }
+# Values that grow and shrink, with their descriptions for Prometheus.
 GAUGES = {
-    "running": "Requests that have a slot",
-    "waiting": "Requests that wait for one",
-    "free_pages": "Pages of KV memory that hold nothing",
-    "cache_hit_rate": "Share of prompt tokens found in memory, since the beginning",
+    "running": "Requests that are running",
+    "waiting": "Requests that are waiting in the queue",
+    "free_pages": "Empty pages of the KV cache",
+    "cache_hit_rate": "Share of prompt tokens found in the prefix cache since the start, 0 to 1",
 }
 
 
 class LiveCounters:
-    """Readings of one generator. Use it from any thread."""
+    """Counters and throughput of one generator. Use it from any thread."""
 
     def __init__(
         self,
@@ -50,15 +52,16 @@ class LiveCounters:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Read the counters with `read`, and the time in seconds with `clock`."""
         self._read = read
         self._clock = clock
-        # (time, tokens generated)
+        # (time in seconds, generated tokens since the generator was made), oldest first.
         self._readings: collections.deque[tuple[float, int]] = collections.deque()
         self._lock = threading.Lock()
         self.now()
 
     def now(self) -> tuple[GeneratorStatistics, float]:
-        """Return (statistics, tokens per second in the last `WINDOW_SECONDS`)."""
+        """Return (statistics, generated tokens per second over the last `WINDOW_SECONDS`)."""
         with self._lock:
             statistics = self._read()
             time_now = self._clock()
@@ -72,7 +75,7 @@ class LiveCounters:
         return statistics, new_tokens / (time_now - earlier_time)
 
     def figures(self) -> dict[str, int | float | str]:
-        """Return what a progress display shows."""
+        """Return the values for a progress display, by their short names."""
         statistics, tokens_per_second = self.now()
         figures: dict[str, int | float | str] = {
             "running": statistics.running,
@@ -85,24 +88,26 @@ class LiveCounters:
         return figures
 
     def collect(self) -> Iterator[Any]:
-        """Yield Prometheus metrics, as a collector for `prometheus_client`."""
+        """Yield all metrics. `prometheus_client` calls this method for each scrape."""
         statistics, tokens_per_second = self.now()
         for family, meanings in ((CounterMetricFamily, COUNTS), (GaugeMetricFamily, GAUGES)):
             for name, meaning in meanings.items():
                 value = getattr(statistics, name)
-                if value is not None:  # None: the engine does not know it
+                # None means that the engine does not report this value.
+                if value is not None:
                     yield family(PREFIX + name, meaning, value=value)
         yield GaugeMetricFamily(
             PREFIX + "tokens_per_second",
-            "Tokens generated a second, of late",
+            f"Generated tokens per second over the last {WINDOW_SECONDS:.0f} seconds",
             value=tokens_per_second,
         )
 
 
 def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
-    """Return what happened between two readings, for a line of metrics.
+    """Return the differences between two readings, for one line of `metrics.jsonl`.
 
-    Values that the engine does not know are left out.
+    The result also has `engine_seconds`, `cache_hit_rate` and `tokens_per_second` of this period.
+    Values that the engine does not report are left out.
     """
     differences: dict[str, float | int] = {}
     for name in COUNTS:
@@ -126,9 +131,10 @@ def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str
 def serve_metrics(
     counters: LiveCounters, *, port: int, host: str = "127.0.0.1"
 ) -> tuple[int, Callable[[], None]]:
-    """Answer /metrics from a thread. Port 0 takes any free one.
+    """Serve the metrics to Prometheus at `http://host:port/metrics`, from a background thread.
 
-    Returns the port and a function that ends it.
+    Port 0 means any free port. Returns (port, function that stops the server). Raises UserError if
+    the port cannot be opened.
     """
     try:
         registry = CollectorRegistry()

@@ -1,11 +1,11 @@
-"""The interface of every generator on this machine, whichever engine it drives.
+"""The interface of generators that run a policy on this machine.
 
-`requests.Generator` is what agents see: one prompt in, one completion out. A run, an evaluation and
-a server need more: they replace the policy, empty the cache and read counters. `PolicyGenerator`
-names all of it. Two classes implement it:
+Agents need only `requests.Generator`: one prompt in, one completion out. Training runs, evaluations
+and servers need more: they replace the policy, empty the cache and read counters.
+`PolicyGenerator` is this larger interface. Two classes implement it:
 
-- `scheduler.BatchedGenerator` drives our own engine (`engine.kind native`);
-- `jetstream.generator.JetStreamGenerator` drives any engine with JetStream's interface
+- `scheduler.BatchedGenerator` runs the project's own engine (`engine.kind native`).
+- `jetstream.generator.JetStreamGenerator` runs any engine with JetStream's interface
   (`engine.kind jetstream`).
 """
 
@@ -21,33 +21,31 @@ from mujica_jax.inference.requests import Completion, RequestError, SamplingPara
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The requests that an engine can serve.
+    """What an engine can do. A request that needs more raises an error that names the setting."""
 
-    A request for anything else raises an error that names it.
-    """
-
-    # Each request has its own temperature, seed, top-k, top-p and min-p.
+    # Whether each request may have its own temperature, seed, top_k, top_p and min_p.
     sampling_per_request: bool
-    # A completion carries the log-probability of each of its tokens. GRPO and DAPO learn from them.
+    # Whether completions include the log-probability of each token. GRPO and DAPO need them.
     log_probabilities: bool
-    # Without sampling per request: the temperature that all requests are sampled at, without
-    # filters. 0 is greedy.
+    # The temperature of all requests, if `sampling_per_request` is False. 0 means greedy decoding.
+    # Such an engine samples without filters.
     temperature: float = 0.0
-    # Tokens of prompt and completion that a slot holds; None where the engine does not say.
+    # Largest number of tokens in a slot, prompt and completion together. None if not known.
     positions: int | None = None
 
 
 def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: str) -> None:
-    """Check that the engine can sample a request. Raises RequestError.
+    """Check that an engine supports the sampling parameters of a request.
 
-    `engine` is its name for the user.
+    `engine` is the engine's name in error messages. Raises RequestError for the first parameter
+    that the engine does not support.
     """
     if capabilities.sampling_per_request:
         return
     if params.temperature != capabilities.temperature:
         wish = f"this request has temperature {params.temperature}"
         raise RequestError(_temperature_error(capabilities, engine, wish))
-    # No filter changes the most likely token.
+    # Greedy decoding ignores filters: they never exclude the most likely token.
     if params.temperature == 0:
         return
     filters = {
@@ -59,18 +57,18 @@ def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: s
         if value != off:
             raise RequestError(
                 f"{engine} samples all requests alike and without filters, and this request has "
-                f"{name} {value}: use {name} {off}, or an engine that samples each request by "
-                "itself"
+                f"{name} {value}: use {name} {off}, or an engine with sampling per request"
             )
 
 
 def check_temperatures(
     capabilities: Capabilities, temperatures: Mapping[str, float], engine: str
 ) -> None:
-    """Check that the engine can sample at the temperatures of the settings. Raises UserError.
+    """Check that an engine supports the temperatures of a configuration.
 
-    `temperatures` maps the name of a setting to its value, as in {"temperature": 1.0}. `engine` is
-    the engine's name for the user.
+    `temperatures` maps the name of each setting to its value, as in {"temperature": 1.0}. `engine`
+    is the engine's name in error messages. Raises UserError for the first temperature that the
+    engine does not support.
     """
     if capabilities.sampling_per_request:
         return
@@ -81,58 +79,79 @@ def check_temperatures(
 
 
 def _temperature_error(capabilities: Capabilities, engine: str, wish: str) -> str:
+    """Return the error message for a temperature that the engine does not support."""
     return (
         f"{engine} samples all requests at temperature {capabilities.temperature} and {wish}: use "
-        f"{capabilities.temperature}, or an engine that samples each request by itself"
+        f"{capabilities.temperature}, or an engine with sampling per request"
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counters since the generator was made; `running`, `waiting` and `free_pages` are of now.
+    """Counters of a generator.
 
-    None means that the engine does not know the number.
+    `running`, `waiting` and `free_pages` are current values. All others count since the generator
+    was made. None means that the engine does not report the number.
     """
 
+    # Requests that were started, that is, given a slot.
     requests: int
+    # Prompt tokens of all started requests.
     prompt_tokens: int
-    prefilled_tokens: int  # prompt tokens computed; the rest was found in memory
+    # Prompt tokens that were computed. The others were found in the prefix cache.
+    prefilled_tokens: int
+    # Tokens that were generated for completions.
     generated_tokens: int
-    refused: int  # requests that were answered with an error
-    seconds: float  # inside prefill and decode calls
+    # Requests that ended with an error.
+    refused: int
+    # Seconds inside prefill and decode calls.
+    seconds: float
+    # Requests in a slot.
     running: int
+    # Requests in the queue.
     waiting: int
+    # Empty pages of the KV cache.
     free_pages: int | None
+    # Pages that were evicted from the prefix cache.
     evicted_pages: int | None
+    # Programs that the engine compiled.
     compiled_programs: int | None
 
     @property
     def cache_hit_rate(self) -> float:
-        """The share of the prompt tokens that was not computed."""
+        """Share of the prompt tokens that were found in the prefix cache, from 0 to 1."""
         if not self.prompt_tokens:
             return 0.0
         return 1.0 - self.prefilled_tokens / self.prompt_tokens
 
 
-@runtime_checkable  # so that beartype can check signatures in tests
+# `runtime_checkable` lets beartype check signatures in tests.
+@runtime_checkable
 class PolicyGenerator(Protocol):
     """A generator whose policy can be replaced. Use it from one event loop at a time."""
 
+    # Version of the current policy. Completions carry it.
     policy_version: int
 
     @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def capacity(self) -> int:
-        """Requests that can run and wait at a time before a stream is refused."""
+    def capabilities(self) -> Capabilities:
+        """What the engine can do."""
         ...
 
     @property
-    def stop_token_ids(self) -> frozenset[int]: ...
+    def capacity(self) -> int:
+        """How many requests can run or wait before `stream` raises OverloadError."""
+        ...
 
     @property
-    def statistics(self) -> GeneratorStatistics: ...
+    def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end every completion."""
+        ...
+
+    @property
+    def statistics(self) -> GeneratorStatistics:
+        """The counters of this generator."""
+        ...
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
@@ -143,24 +162,28 @@ class PolicyGenerator(Protocol):
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Yield tokens as they are decoded, at least one at a time.
+        """Complete one prompt and yield its tokens while they are decoded.
 
-        Raises OverloadError if the queue is full.
+        Each item holds at least one token id. Raises OverloadError if the queue is full, and
+        RequestError if the request cannot be served.
         """
         ...
 
     def reset_cache(self) -> None:
-        """Drop the cache of earlier prompts, while nothing runs.
+        """Empty the prefix cache. Call it only while no request runs.
 
-        Each unit of work begins with this call, so that its results depend on its own requests
-        alone.
+        Callers do this before each unit of work, so that its results do not depend on earlier
+        requests.
         """
         ...
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs."""
+        """Replace the policy's weights and empty the cache. Call it only while no request runs."""
         ...
 
     def release_weights(self) -> None:
-        """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
+        """Free the memory of the weights. Call it only while no request runs.
+
+        The generator cannot run again before `set_weights`.
+        """
         ...

@@ -1,17 +1,23 @@
-"""Assign tokens to pages of the KV cache: block tables, reference counts, and a radix tree.
+"""The block manager: assign pages of the KV cache to requests, and keep a prefix cache.
 
-Memory is cut into pages of `page_tokens` tokens. A request's block table has the pages that its
-longest possible sequence needs. If its prompt begins like an earlier sequence, the pages of that
-prefix come from the tree (the prefix cache) and are not computed again.
+The KV cache is divided into pages of `page_tokens` tokens. Each request has a block table: a list
+of enough pages for its prompt and all tokens that it may generate.
 
-The tree's nodes are pages: inner nodes are full, a leaf may be partly filled. A page that several
-sequences read is never written. A sequence that continues from the middle of a page gets a copy
-(copy on write). There is one exception: a partly filled leaf that is continued where it ends, and
-that no other sequence reads, is taken over.
+The prefix cache is a radix tree of pages. Each node is one page, and the path from the root to a
+node spells the tokens of a prefix. Inner nodes are full pages. A leaf may be partly filled. A new
+request reuses the pages of the longest path that matches its prompt, and only the rest of the
+prompt is computed.
 
-Pages that no running request uses stay in the tree until memory is needed. Then the least recently
-used leaves are evicted. This module holds numbers only. The arrays are in the engine, and the
-scheduler decides when requests come and go.
+A page that several sequences read is never written. If a prompt matches only the first tokens of a
+page, the request gets a copy of that page (copy on write). There is one exception: if the prompt
+matches all tokens of a partly filled leaf and no other request reads the leaf, the request takes
+this page out of the tree and continues to fill it.
+
+When a request ends, its pages stay in the tree until memory is needed. Then the least recently used
+leaves are evicted (LRU).
+
+This module holds page numbers and token ids only. The arrays of keys and values are in the engine.
+The scheduler calls this module when it admits and ends requests.
 """
 
 import bisect
@@ -24,83 +30,100 @@ from jaxtyping import Int
 
 @dataclasses.dataclass(eq=False, slots=True)
 class RadixNode:
-    """A page in the tree."""
+    """One page in the radix tree of the prefix cache."""
 
-    tokens: np.ndarray  # what it holds; only a leaf holds fewer than a page
+    # Token ids in the page, [tokens], int32. Only a leaf holds fewer than `page_tokens`.
+    tokens: np.ndarray
+    # Number of the page. The root has no page, and its number is -1.
     page: int
-    parent: "RadixNode | None"  # None for the root, and once it has left the tree
-    users: int = 0  # running requests that read this page
+    # None for the root, and for a page that was removed from the tree.
+    parent: "RadixNode | None"
+    # Reference count: how many running requests read this page.
+    users: int = 0
+    # The next pages. The key is `_key` of the child's tokens.
     children: "dict[bytes, RadixNode]" = dataclasses.field(default_factory=dict)
-    # The children's keys, sorted: what begins alike stands together.
+    # The keys of the children in sorted order, so keys with a common beginning are neighbours.
     order: list[bytes] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BlockTable:
-    """The pages of one running request. Token n lies in `pages[n // page_tokens]`."""
+    """The pages of one running request. Token n is in page `pages[n // page_tokens]`."""
 
+    # Page numbers, in the order of the tokens.
     pages: list[int]
-    shared: list[RadixNode]  # the tree's nodes among them, from the front
-    cached_tokens: int  # tokens whose keys and values were in memory when it was allocated
-    # (from, to): a page to copy before anything is computed.
+    # Nodes of the first `len(shared)` pages. These pages are in the tree, and other requests may
+    # read them too.
+    shared: list[RadixNode]
+    # How many prompt tokens were found in the prefix cache when the table was allocated.
+    cached_tokens: int
+    # (source page, target page): a page to copy before the prompt is computed. None if not needed.
     copied: tuple[int, int] | None
-    # Pages whose tokens the tree has in other pages. The engine's table still names them.
+    # Pages of this request whose tokens the tree already holds in another page. The engine may
+    # still read them, so they are freed when the request ends.
     duplicates: list[int] = dataclasses.field(default_factory=list)
 
 
 class BlockAllocator:
-    """All pages of an engine."""
+    """The block manager of one engine. It owns all `count` pages of `page_tokens` tokens each."""
 
     def __init__(self, count: int, page_tokens: int) -> None:
+        """Make `count` empty pages and an empty prefix cache."""
         assert count >= 1 and page_tokens >= 1, (
-            f"{count} pages of {page_tokens} tokens hold nothing"
+            f"{count} pages of {page_tokens} tokens: both numbers must be at least 1"
         )
         self.count = count
         self.page_tokens = page_tokens
-        self.evicted = 0  # pages, since the beginning
+        # How many pages were evicted since the allocator was made.
+        self.evicted = 0
         self._free = list(range(count - 1, -1, -1))
         self._root = RadixNode(np.zeros(0, np.int32), -1, None)
-        # Pages of the tree that no running request reads, so that all are available. The longest
-        # unused comes first, and each page before its parent.
+        # Pages of the tree that no running request reads, so they can be evicted. The least
+        # recently used page comes first, and each page comes before its parent.
         self._idle: collections.OrderedDict[RadixNode, None] = collections.OrderedDict()
 
     @property
     def free(self) -> int:
-        """Pages that hold nothing."""
+        """Number of empty pages."""
         return len(self._free)
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated: empty pages, and pages that no running request reads."""
+        """Number of pages that can be allocated: empty pages plus pages that can be evicted."""
         return len(self._free) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
-        """Return how many pages hold this many tokens."""
+        """Return how many pages a sequence of `tokens` tokens needs."""
         return -(-tokens // self.page_tokens)
 
     def allocate(
         self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
     ) -> BlockTable | None:
-        """Return a block table for a sequence that begins with `prompt`; None if memory is short.
+        """Allocate a block table for a request.
 
-        The sequence may have up to `capacity_tokens`. The last prompt token never counts as cached,
-        because its logits are needed.
+        `prompt` holds the token ids of the prompt. `capacity_tokens` is the largest number of
+        tokens of the whole sequence, prompt and completion. With `reuse=False` the prefix cache is
+        not searched. Returns None if there are too few pages.
+
+        The last prompt token never counts as cached, because the first decode step computes its
+        logits.
         """
-        # The full pages of the prefix, and a page of which only the first tokens match.
+        # `path` holds the full pages that match the prompt. `tail` is a page of which only the
+        # first `tail_tokens` tokens match.
         path: list[RadixNode] = []
         tail = None
         tail_tokens = 0
         if reuse:
             path, tail, tail_tokens = self._match(prompt[:-1])
 
-        # Pinned pages are not evicted by the allocation below.
+        # Pin the matching pages, so that the allocation below does not evict them.
         for node in path:
             self._pin(node)
         if tail is not None:
             self._pin(tail)
 
-        # The tail is taken over or copied. A copy needs one page more than there is if the tail is
-        # the missing page itself: then do without it.
+        # The tail is either taken over or copied. A copy needs a new page while the tail stays
+        # pinned. If that is one page too many, give the tail up and compute its tokens again.
         needed_pages = self.needed(capacity_tokens) - len(path)
         is_taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
         if tail is not None and not is_taken_over and needed_pages > self.available:
@@ -126,11 +149,14 @@ class BlockAllocator:
         return BlockTable(pages, shared=path, cached_tokens=cached_tokens, copied=copied)
 
     def cached_pages(self, prompt: Int[np.ndarray, " prompt"]) -> int:
-        """Return how many full pages of this prompt are in the tree. Pins nothing."""
+        """Return how many full pages of a prompt are in the prefix cache, without pinning them."""
         return len(self._match(prompt[:-1])[0])
 
     def share(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """Put the full pages of a table into the tree. The table's pages hold these tokens now."""
+        """Put the full pages of a running request into the prefix cache.
+
+        `tokens` are the token ids whose keys and values the pages of `table` hold, [tokens].
+        """
         size = self.page_tokens
         node = table.shared[-1] if table.shared else self._root
         for index in range(len(table.shared), len(tokens) // size):
@@ -139,7 +165,7 @@ class BlockAllocator:
             if child is None:
                 child = self._attach(node, block, table.pages[index])
             else:
-                # Another request computed the same. This request's own page is freed when it ends.
+                # Another request computed the same page. Free this one when the request ends.
                 table.duplicates.append(table.pages[index])
                 table.pages[index] = child.page
             self._pin(child)
@@ -147,9 +173,10 @@ class BlockAllocator:
             node = child
 
     def release(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """End a request whose pages hold these tokens. The pages go to the tree, or are freed.
+        """Give back the pages of a request that has ended.
 
-        Pass no `tokens` if the contents of the pages must not be used again.
+        `tokens` are the token ids whose keys and values the pages hold, [tokens]. These pages go to
+        the prefix cache, and all other pages become free. Pass an empty array to cache nothing.
         """
         self.share(table, tokens)
         pages_in_tree = len(table.shared)
@@ -166,19 +193,21 @@ class BlockAllocator:
         table.duplicates = []
 
     def evict(self, table: BlockTable) -> list[int]:
-        """Take the table's pages out of the tree, because their contents must not be read.
+        """Remove a request's pages from the prefix cache, because their contents are broken.
 
-        Pages that other requests read stay. Returns the pages that only this request has. They must
-        be emptied before it is released.
+        Pages that other requests read stay in the cache. Returns the pages that only this request
+        uses. The caller must set them to zero before it calls `release`.
         """
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
 
     def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
-        """Find the longest beginning of `tokens` in the tree.
+        """Find the longest prefix of `tokens` in the tree.
 
-        Returns (its full pages, the page that continues it best, how many tokens of that page).
+        Returns (path, tail, tail tokens). The path holds the nodes of the matching full pages.
+        The tail is the next page with the longest match, or None. Its first `tail tokens` tokens
+        match.
         """
         path = []
         node = self._root
@@ -193,7 +222,8 @@ class BlockAllocator:
         if len(rest) == 0 or not node.children:
             return path, None, 0
 
-        # In sorted order the child with the longest common beginning is a neighbour.
+        # The keys are sorted, so the child with the longest common prefix is a neighbour of the
+        # place where `rest` would be inserted.
         index = bisect.bisect_left(node.order, _key(rest))
         neighbours = [node.children[key] for key in node.order[max(0, index - 1) : index + 1]]
         best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest))
@@ -203,9 +233,10 @@ class BlockAllocator:
         return path, best, common_tokens
 
     def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
-        """Put a partly filled page into the tree. It replaces an unused page that it continues.
+        """Put a partly filled page with the tokens `rest` into the tree, below `parent`.
 
-        Returns False if the tree has these tokens already.
+        If an unused page there holds only the beginning of `rest`, replace that page. Returns False
+        if the tree already holds all of these tokens.
         """
         key = _key(rest)
         index = bisect.bisect_left(parent.order, key)
@@ -222,14 +253,14 @@ class BlockAllocator:
         return True
 
     def _pin(self, node: RadixNode) -> None:
-        """Count one more request that reads this page, so that it is not evicted."""
+        """Increase the reference count of a page, so that it is not evicted."""
         self._idle.pop(node, None)
         node.users += 1
 
     def _unpin(self, *path: RadixNode) -> None:
-        """Count one request less for each of these pages, which are in order from the root.
+        """Decrease the reference counts of the pages of a path, given in order from the root.
 
-        The last page is released first, so that children are idle before their parents.
+        The last page comes first, so that a child is evicted before its parent.
         """
         for node in reversed(path):
             node.users -= 1
@@ -237,19 +268,19 @@ class BlockAllocator:
                 self._idle[node] = None
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Return this many free pages, evicting idle ones as needed. None if there are too few."""
+        """Return `count` free pages, and evict idle pages as needed. None if there are too few."""
         if count > self.available:
             return None
         while count > len(self._free):
             leaf = next(iter(self._idle))
-            assert not leaf.children, "a page is idle before its parent"
+            assert not leaf.children, "children must be evicted before their parent"
             self._detach(leaf)
             self._free.append(leaf.page)
             self.evicted += 1
         return [self._free.pop() for _ in range(count)]
 
     def _attach(self, parent: RadixNode, tokens: np.ndarray, page: int) -> RadixNode:
-        """Add a page to the tree."""
+        """Add a page that holds `tokens` to the tree, as a child of `parent`."""
         node = RadixNode(tokens.copy(), page, parent)
         key = _key(tokens)
         parent.children[key] = node
@@ -257,10 +288,10 @@ class BlockAllocator:
         return node
 
     def _detach(self, node: RadixNode) -> None:
-        """Take a page out of the tree."""
+        """Remove a page from the tree."""
         parent = node.parent
         key = _key(node.tokens)
-        assert parent is not None, "the root stays, and nobody leaves twice"
+        assert parent is not None, "this page is the root or was already removed from the tree"
         del parent.children[key]
         del parent.order[bisect.bisect_left(parent.order, key)]
         node.parent = None
@@ -268,12 +299,12 @@ class BlockAllocator:
 
 
 def _key(tokens: np.ndarray) -> bytes:
-    """Return bytes that sort as the tokens do."""
+    """Return tokens as big-endian bytes, which sort in the same order as the tokens."""
     return tokens.astype(">u4").tobytes()
 
 
 def _common_tokens(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Return the length of the common beginning of two sequences."""
+    """Return how many tokens at the start of two sequences are equal."""
     length = min(len(tokens), len(others))
     different = tokens[:length] != others[:length]
     return int(different.argmax()) if different.any() else length

@@ -1,12 +1,12 @@
-"""The queue in front of an engine: submission, streams, deadlines, cancellation and faults.
+"""The request queue of a generator: submission, streams, deadlines, cancellation and faults.
 
-`QueuedGenerator` is what `scheduler.BatchedGenerator` and `jetstream.generator.JetStreamGenerator`
-have in common. A subclass moves requests from the queue into slots and computes, one turn at a
-time.
+`QueuedGenerator` is the common base class of `scheduler.BatchedGenerator` and
+`jetstream.generator.JetStreamGenerator`. The base class keeps the queue and calls `_turn` until no
+request is left. A subclass implements `_turn`: it moves requests from the queue into slots, runs
+the engine, and completes requests.
 
-Everything runs in the event loop's own thread and in submission order, so a run is a function of
-its requests: the same program with the same seeds gives the same completions. Deadlines alone
-depend on the clock.
+Everything runs in the thread of the event loop, in the order of submission. So the same program
+with the same seeds gives the same completions. Only deadlines depend on the clock.
 """
 
 import abc
@@ -27,24 +27,31 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.inference.sequence import SequenceState
 
-# Between two turns of the generator the event loop makes this many. A finished worker wakes its
-# episode through a gather, so that its next request joins the next call.
+# How often the generator yields to the event loop between two of its turns. A finished request
+# wakes its agent through several nested tasks, each of which needs one pass of the event loop. With
+# this number of passes the agent's next request arrives in time for the next engine call.
 EVENT_LOOP_TURNS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """The requests that a generator takes, and how many of them at a time."""
+    """The limits of a generator: the size of a request, and the number of requests."""
 
-    slots: int  # requests that run at a time
-    positions: int  # tokens of one request, prompt and completion
-    vocabulary: int  # token ids are below this number
-    # Requests that may wait before a stream is refused; `generate` waits in any case.
+    # Largest number of requests that run at the same time.
+    slots: int
+    # Largest number of tokens of one request, prompt and completion together.
+    positions: int
+    # Size of the vocabulary. Token ids must be below this number.
+    vocabulary: int
+    # How many requests may wait before `stream` raises OverloadError. `generate` always waits.
     queue_size: int
 
 
 class QueuedGenerator(abc.ABC):
-    """The requests that wait and those that run. Use it from one event loop at a time."""
+    """A generator with a queue of waiting requests and a table of running requests.
+
+    Use it from one event loop at a time.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,8 @@ class QueuedGenerator(abc.ABC):
     ) -> None:
         """Make an empty queue.
 
-        `token_bytes` returns a token's text, in which stop strings are looked for.
+        `token_bytes` returns the bytes of a token's text. Without it, requests cannot have stop
+        strings. `policy_version` is written into the completions.
         """
         self._slots = limits.slots
         self._positions = limits.positions
@@ -63,8 +71,9 @@ class QueuedGenerator(abc.ABC):
         self._queue_size = limits.queue_size
         self._token_bytes = token_bytes
         self.policy_version = policy_version
-        # A heap of (priority, number of submission, request).
+        # A heap of (priority, submission number, request). Lower values come first.
         self._waiting: list[tuple[int, int, SequenceState]] = []
+        # The running requests by slot.
         self._running: dict[int, SequenceState] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
@@ -79,22 +88,22 @@ class QueuedGenerator(abc.ABC):
 
     @abc.abstractmethod
     def reset_cache(self) -> None:
-        """Drop what was computed of earlier prompts, while nothing runs."""
+        """Empty the prefix cache. Call it only while no request runs."""
 
     @abc.abstractmethod
     def _turn(self) -> None:
-        """Fill free slots from the queue, compute, and hand out what was generated."""
+        """Fill free slots from the queue, run the engine, and hand out the generated tokens."""
 
     @abc.abstractmethod
     def _free_given_up(self) -> None:
-        """Free the slots of requests that were cancelled or have expired.
+        """Free the slots of requests that were cancelled or whose deadline passed.
 
-        Their places in the queue are freed too.
+        Also remove such requests from the queue.
         """
 
     @property
     def capacity(self) -> int:
-        """Requests that can run and wait at a time before a stream is refused."""
+        """How many requests can run or wait before `stream` raises OverloadError."""
         return self._slots + self._queue_size
 
     async def generate(
@@ -106,14 +115,16 @@ class QueuedGenerator(abc.ABC):
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Yield tokens as they are decoded, at least one at a time.
+        """Complete one prompt and yield its tokens while they are decoded.
 
-        Raises OverloadError if the queue is full.
+        Each item holds at least one token id. Raises OverloadError if the queue is full, and
+        RequestError if the request cannot be served.
         """
         stream = asyncio.Queue()
         sequence = self._request(prompt, params, continues, stream=stream)
 
-        # Requests may wait although slots are free, because memory is short or a call is due.
+        # Count running and waiting requests together: requests may wait although slots are free,
+        # when memory is short or the next turn has not started.
         self._drop_given_up()
         running = len(self._running)
         waiting = len(self._waiting)
@@ -143,7 +154,7 @@ class QueuedGenerator(abc.ABC):
         *,
         stream: asyncio.Queue | None,
     ) -> SequenceState:
-        """Return a new request. Raises RequestError if it cannot be served."""
+        """Make the state of a new request. Raises RequestError if it cannot be served."""
         try:
             self._check(prompt, params)
         except RequestError:
@@ -171,11 +182,11 @@ class QueuedGenerator(abc.ABC):
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the "
                 f"engine's {self._positions} positions: shorten the prompt or raise "
-                "agent.max_trajectory_tokens (of serve: --max-tokens)"
+                "agent.max_trajectory_tokens (--max-tokens of serve)"
             )
 
     def _submit(self, sequence: SequenceState) -> asyncio.Future:
-        """Put a request into the queue. Its deadline counts from now."""
+        """Put a request into the queue and start its deadline timer. Return its future."""
         if sequence.params.deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(sequence.params.deadline_seconds, self._expire, sequence)
@@ -189,29 +200,31 @@ class QueuedGenerator(abc.ABC):
         return sequence.future
 
     def _expire(self, sequence: SequenceState) -> None:
+        """End a request whose deadline has passed. The next turn frees its slot."""
         if not sequence.future.done():
             self._fail(sequence, sequence.deadline_error())
 
     def _fail(self, sequence: SequenceState, error: RequestError) -> None:
+        """End a request with an error, and count it as refused."""
         self._counts["refused"] += 1
         sequence.future.set_exception(error)
 
     async def _drive(self) -> None:
-        """Take turns until no request waits or runs."""
+        """Run turns until no request waits or runs."""
         try:
             while self._waiting or self._running:
                 self._turn()
                 for _ in range(EVENT_LOOP_TURNS):
                     await asyncio.sleep(0)
         except Exception as error:
-            # A fault of the engine ends all requests, so that none waits for ever. The cache is
-            # reset last, because an engine that has failed may fail here again.
+            # The engine failed. Fail all requests, so that none waits forever. Reset the cache
+            # last, because a broken engine may raise again here.
             for future in self._abandon():
                 future.set_exception(error)
             self.reset_cache()
         except asyncio.CancelledError:
-            # The event loop ends, and another one may begin. The cache stays, unless requests were
-            # under way.
+            # The event loop is shutting down, and the generator may be used from another loop
+            # later. Keep the prefix cache, unless requests were interrupted.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()
@@ -219,7 +232,10 @@ class QueuedGenerator(abc.ABC):
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every request. Returns the futures that are not done. The cache must be reset."""
+        """Remove all requests and return their unfinished futures.
+
+        The caller must reset the cache afterwards.
+        """
         futures = [sequence.future for _, _, sequence in self._waiting]
         futures += [sequence.future for sequence in self._running.values()]
         self._waiting.clear()
@@ -227,11 +243,12 @@ class QueuedGenerator(abc.ABC):
         return [future for future in futures if not future.done()]
 
     def _drop_given_up(self) -> None:
-        """Take requests that were cancelled or have expired out of the queue."""
+        """Remove requests that were cancelled or whose deadline passed from the queue."""
         if any(sequence.future.done() for _, _, sequence in self._waiting):
             self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
             heapq.heapify(self._waiting)
 
     def _count_started(self, sequence: SequenceState) -> None:
+        """Count a request that was given a slot."""
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(sequence.prompt)

@@ -1,30 +1,34 @@
-"""The interface between agents and generators: token ids in, token ids and log-probabilities out.
+"""Requests and completions: the interface between agents and generators.
 
-Three generators implement it: `scheduler.BatchedGenerator` on our own engine,
-`jetstream.generator.JetStreamGenerator` on any engine with JetStream's interface,
-`remote.RemoteGenerator` over an OpenAI-compatible endpoint.
+A request is a prompt (token ids) with `SamplingParams`. Its result is a `Completion`: token ids and
+their log-probabilities. Three classes implement the interface `Generator`:
 
-**Stop strings** are found in the bytes of tokens as they are sampled, wherever token borders fall.
-The rules for `SamplingParams.stop_strings`, for every generator:
+- `scheduler.BatchedGenerator` runs the project's own engine.
+- `jetstream.generator.JetStreamGenerator` runs any engine that has JetStream's interface.
+- `remote.RemoteGenerator` calls an OpenAI-compatible endpoint.
 
-- The completion ends with the token that completes a stop string. `finish_reason` is then
-  "stop_string", and `stop_string` names it. ("stop" is a stop token, "length" neither.)
-- `token_ids` hold all sampled tokens with that last one, and so do the log-probabilities: all of
-  them may be learnt. So the text of a completion ends with its stop string, or with the rest of the
-  last token: the stop `"</a>"` may be completed by a token `">\\n"`. Then
-  `text.partition(stop_string)[0]` is the text before it.
-- A stop token in the same place counts first. Of two stop strings that one token completes, the one
-  that ends first counts, and the longer of two that end together.
-- A stop string never begins in the prompt.
+**Stop strings.** Generators search for stop strings in the bytes of the sampled tokens, so a stop
+string may start or end in the middle of a token. All generators follow the same rules for
+`SamplingParams.stop_strings`:
 
-Stop strings do not count while a thought is open (`models/thoughts.py`): inside of a thought they
-end nothing. `SamplingParams.thought_open` says that the prompt ends inside of a thought, because
-the chat template opens one.
+- The token that completes a stop string is the last token of the completion. `finish_reason` is
+  then "stop_string", and `Completion.stop_string` is the string. (`finish_reason` is "stop" after
+  a stop token, and "length" when `max_new_tokens` is reached.)
+- `token_ids` and the log-probabilities include this last token, so training can use every sampled
+  token. The last token may contain more text than the stop string needs: the token `">\\n"` can
+  complete the stop string `"</a>"`. `text.partition(stop_string)[0]` is the text before the stop
+  string.
+- A stop token wins over a stop string that ends at the same token. If one token completes two stop
+  strings, the one that ends first wins. If both end at the same byte, the longer one wins.
+- A stop string must lie in the completion as a whole. It cannot start in the prompt.
 
-A turn that a stop string ends has no end-of-turn token. The conversation continues with
-`Tokenizer.continue_conversation(text, stopped=False)`, and its prompt is found in the prefix cache
-up to and including that last token. The engine may decode a few tokens further in the same call;
-these are discarded. Which stop string is found depends on the sampled tokens alone, not on
+Stop strings are ignored inside a thought (`models/thoughts.py`). Set `SamplingParams.thought_open`
+if the prompt ends inside a thought, which happens when the chat template opens one.
+
+A turn that ends with a stop string has no end-of-turn token. To continue the conversation, call
+`Tokenizer.continue_conversation(text, stopped=False)`. The prefix cache then holds the whole turn,
+including its last token. A decode call may generate a few tokens after the stop string, and these
+tokens are discarded. The result depends only on the sampled tokens. It does not depend on
 `decode_steps_per_call` or on other requests in the batch.
 """
 
@@ -41,19 +45,19 @@ TokenIds = Sequence[int]
 
 
 class RequestError(UserError):
-    """A request that cannot be served. It concerns that request alone; the generator goes on."""
+    """One request cannot be served. The generator continues with its other requests."""
 
 
 class DeadlineError(RequestError):
-    """The request's deadline passed before it was complete."""
+    """The deadline of the request passed before its completion was finished."""
 
 
 class OverloadError(RequestError):
-    """The queue is full: come back later."""
+    """The queue is full. The client should send the request again later."""
 
 
 class PolicyError(RequestError):
-    """The request is fine and the policy's numbers are not."""
+    """The policy computed a log-probability that is NaN or infinite for a valid request."""
 
 
 class EngineError(RequestError):
@@ -61,13 +65,13 @@ class EngineError(RequestError):
 
 
 class ReplyError(RequestError):
-    """An endpoint answered with something that was not asked for."""
+    """An endpoint sent a reply that breaks the protocol or does not match the request."""
 
 
 class UnusableReplyError(ReplyError):
-    """An endpoint gave this request no reply that an agent can use.
+    """An endpoint sent no usable reply to this request.
 
-    The request's episode ends with the stop reason `reason`. Others go on.
+    The episode of this request ends, and `reason` is its stop reason. Other episodes continue.
     """
 
     def __init__(
@@ -79,76 +83,91 @@ class UnusableReplyError(ReplyError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled.
+    """The sampling settings of one request.
 
-    The filters apply after the temperature, in this order: top_k, top_p, min_p.
+    The temperature is applied first, then the filters top_k, top_p and min_p, in this order.
     """
 
+    # Largest number of tokens to generate, including the stop token.
     max_new_tokens: int
-    temperature: float  # 0 means greedy
-    # The same request with the same seed gives the same tokens whatever else is in the batch.
+    # Sampling temperature. 0 means greedy decoding.
+    temperature: float
+    # Seed of the random draws. The same request with the same seed gives the same tokens in every
+    # batch.
     seed: int
-    # Draw from the k most likely tokens; 0 means from all.
+    # Draw only from the k most likely tokens. 0 means from all tokens.
     top_k: int = 0
-    # Draw from the smallest set of likely tokens that holds this share of the probability (0 to 1].
+    # Draw only from the smallest set of most likely tokens whose probabilities sum to at least
+    # this value, in (0, 1]. 1 means from all tokens.
     top_p: float = 1.0
-    # Draw from tokens at least this likely, as a share of the most likely one's probability [0, 1].
+    # Draw only from tokens whose probability is at least min_p times the largest probability, in
+    # [0, 1]. 0 means from all tokens.
     min_p: float = 0.0
-    # Token ids that end the completion, besides those of the model.
+    # Token ids that end the completion, in addition to the model's own stop tokens.
     stop_token_ids: tuple[int, ...] = ()
-    # The token that completes one of these ends the completion (see above).
+    # Strings that end the completion. The module docstring has the rules.
     stop_strings: tuple[str, ...] = ()
-    # The prompt ends inside of a thought: stop strings do not count until it is closed.
+    # Whether the prompt ends inside a thought. Stop strings are ignored until the thought closes.
     thought_open: bool = False
-    deadline_seconds: float | None = None  # from submission; None means no limit
+    # Time limit from submission to completion, in seconds. None means no limit.
+    deadline_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The tokens that were generated for one request, and why they end."""
+    """The tokens that were generated for one request, and the reason why generation ended."""
 
-    # What was sampled, with the stop token or the token that completed a stop string.
+    # All sampled tokens. The last one may be the stop token, or the token that completed a stop
+    # string.
     token_ids: tuple[int, ...]
-    # One for each token, float32, under the unmodified policy. None if an endpoint gives none.
+    # Log-probability of each token under the policy itself, at temperature 1 and without filters
+    # (float32 values). None if the endpoint or the engine returns no log-probabilities.
     logprobs: tuple[float, ...] | None
+    # "stop" after a stop token, "stop_string" after a stop string, "length" at max_new_tokens.
     finish_reason: FinishReason
-    # The log-probabilities under the distribution drawn from, after temperature and filters.
+    # Log-probability of each token under the distribution it was drawn from, that is after
+    # temperature and filters. None if it is not known.
     sampling_logprobs: tuple[float, ...] | None = None
-    policy_version: int = 0  # a script has none
-    stop_string: str | None = None  # the one that ended it, where finish_reason is "stop_string"
+    # Version of the policy that generated the tokens. Scripted completions leave it at 0.
+    policy_version: int = 0
+    # The stop string that ended the completion. None for any other finish reason.
+    stop_string: str | None = None
 
 
 class Generator(Protocol):
-    """Completes prompts."""
+    """The interface of everything that completes prompts."""
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> Completion:
-        """Complete one prompt. Raises RequestError.
+        """Complete one prompt, given as token ids.
 
-        `continues` means that the conversation will come back with this prompt as its beginning.
-        Our engine lets such requests overtake others.
+        `continues=True` announces that a later request of the same conversation will begin with
+        this prompt. The project's own engine starts such requests before all others. Raises
+        RequestError if the request cannot be served.
         """
         ...
 
 
 class StopMatcher:
-    """Watches one completion for its stop strings."""
+    """Finds the first stop string in one completion while its tokens arrive."""
 
     def __init__(self, stops: Sequence[str], *, thought_open: bool = False) -> None:
+        """Search for `stops`. `thought_open` says whether the prompt ends inside a thought."""
         self._stops = [stop.encode() for stop in stops]
-        # The end of the text may be the beginning of a stop string or of a thought's tag.
+        # The matcher keeps the last bytes of the text, because a stop string or a thought tag may
+        # start there and end in a later token.
         self._tail_bytes = max([LONGEST_TAG_BYTES, *map(len, self._stops)]) - 1
         self._tail = b""
         self._thought_open = thought_open
 
     @property
     def thought_open(self) -> bool:
-        """Whether the text so far ends inside of a thought."""
+        """Whether the text so far ends inside a thought."""
         return self._thought_open
 
     def push(self, piece: bytes) -> str | None:
-        """Add a token's bytes. Returns the stop string that is complete now, if one is."""
+        """Add the bytes of one token. Return the stop string that it completes, or None."""
         text = self._tail + piece
         seen_bytes = len(self._tail)
         ending, self._thought_open = _scan(text, self._stops, seen_bytes, self._thought_open)
@@ -159,18 +178,21 @@ class StopMatcher:
 def first_stop(
     text: bytes, stops: Sequence[bytes], *, thought_open: bool = False
 ) -> tuple[int, bytes] | None:
-    """Return (where it ends, the stop string) for the first stop string outside of thoughts.
+    """Find the first stop string in `text` that is not inside a thought.
 
-    A `StopMatcher` finds the same while the text grows.
+    Returns (end position in bytes, stop string), or None if there is no stop string. A
+    `StopMatcher` gives the same result for text that arrives token by token.
     """
     ending, _ = _scan(text, stops, 0, thought_open)
     return ending
 
 
 def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
-    """Return a whole turn up to the end of its first stop string, and that stop string.
+    """Cut a complete turn after its first stop string.
 
-    A turn that closes a thought before it opens one began inside of that thought.
+    Returns (text up to the end of the stop string, stop string), or None if there is no stop
+    string. If the turn closes a thought that it did not open, everything up to the closing tag
+    counts as a thought.
     """
     start = end_of_unopened_thought(text)
     encoded = text[start:].encode()
@@ -182,18 +204,18 @@ def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | Non
 
 
 def before_stop(text: str, stop: str) -> str:
-    """Return a whole turn up to where this string begins outside of thoughts.
+    """Return the part of a complete turn before the stop string `stop`.
 
-    If the string is not in it, the result is the whole turn.
+    A `stop` inside a thought does not count. Returns the whole turn if `stop` is not in it.
     """
     ending = first_stop_of_turn(text, [stop])
     return text if ending is None else ending[0].removesuffix(stop)
 
 
 def check_params(params: SamplingParams) -> None:
-    """Check that generators can honour all parameters.
+    """Check that all sampling parameters have valid values.
 
-    Raises RequestError for the first that is wrong.
+    Raises RequestError for the first invalid one.
     """
     if params.max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
@@ -216,43 +238,48 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
-    """Check that a prompt has ids, all in a vocabulary of this size. Raises RequestError."""
+    """Check that a prompt is not empty and that its token ids are below `vocabulary`.
+
+    Raises RequestError otherwise.
+    """
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: send at least one token")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
         raise RequestError(
-            f"the prompt's token ids {min(prompt)}..{max(prompt)} leave the vocabulary of "
-            f"{vocabulary}: encode it with the tokenizer of this model"
+            f"the prompt's token ids {min(prompt)}..{max(prompt)} are outside the vocabulary of "
+            f"{vocabulary} tokens: encode the prompt with the tokenizer of this model"
         )
 
 
 def _check_stops(params: SamplingParams) -> None:
-    """Check the stop tokens and the stop strings. Raises RequestError."""
+    """Check the stop tokens and the stop strings. Raises RequestError if one is invalid."""
     if min(params.stop_token_ids, default=0) < 0:
         raise RequestError(
-            f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0"
+            f"stop_token_ids contain {min(params.stop_token_ids)}: token ids must be 0 or larger"
         )
     if "" in params.stop_strings:
         raise RequestError(
-            "a stop string is empty and would end every completion at once: leave it out"
+            "a stop string is empty and would end every completion at once: remove it"
         )
     for stop in params.stop_strings:
         try:
             stop.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the stop string {stop!r} cannot be written in UTF-8: send whole characters"
+                f"the stop string {stop!r} cannot be encoded as UTF-8: send complete characters"
             ) from error
 
 
 def _scan(
     text: bytes, stops: Sequence[bytes], seen_bytes: int, thought_open: bool
 ) -> tuple[tuple[int, bytes] | None, bool]:
-    """Find the first ending after the bytes that were seen before.
+    """Find the first stop string that ends after the first `seen_bytes` bytes of `text`.
 
-    Returns it as `first_stop` does, and whether a thought is open at the end of the text.
+    `thought_open` says whether a thought is open after the first `seen_bytes` bytes. Returns (the
+    result as in `first_stop`, whether a thought is open at the end of the text).
     """
-    earliest = seen_bytes + 1  # where a stop string may end
+    # The first position, in bytes, at which a stop string may end.
+    earliest = seen_bytes + 1
     for tag in THOUGHT_TAG_BYTES.finditer(text):
         if tag.end() <= seen_bytes:
             continue
@@ -272,9 +299,10 @@ def _scan(
 def _first_ending(
     text: bytes, stops: Sequence[bytes], earliest: int, latest: int
 ) -> tuple[int, bytes] | None:
-    """Return the first stop string that ends between these two positions, with where it ends.
+    """Find the first stop string whose end lies between `earliest` and `latest` (bytes).
 
-    Of two that end together, the result is the longer one.
+    Returns (end position, stop string), or None. If two stop strings end at the same position,
+    the longer one is returned.
     """
     endings = []
     for stop in stops:

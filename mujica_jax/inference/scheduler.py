@@ -1,18 +1,21 @@
-"""Continuous batching: schedule the requests of one engine.
+"""Continuous batching: the scheduler of one engine.
 
-Requests are token ids; completions are token ids and log-probabilities. A request of
-`BatchedGenerator` goes through these stages:
+`BatchedGenerator` takes prompts (token ids) and returns completions (token ids and
+log-probabilities). Each request goes through these stages:
 
-1. It waits in a priority queue.
-2. Admission: it gets a slot and a block table, with the pages of its prompt that are in the prefix
-   cache. Of two requests that arrive together with a common prefix, the second waits for the pages
-   of the first.
-3. Prefill: the rest of its prompt is computed in chunks, between the decode calls of the requests
-   that run already.
-4. Decode: tokens are generated, several in each call.
-5. It ends, and its pages go to the prefix cache.
+1. Wait: the request stays in a priority queue until a slot is free.
+2. Admission: the request gets a slot and a block table. The block table reuses the pages of its
+   prompt that are already in the prefix cache. If two waiting requests share a prefix that is not
+   cached yet, the second one waits until the first one has computed it.
+3. Prefill: the engine computes the rest of the prompt in chunks. Decode calls of other requests run
+   between the chunks (chunked prefill).
+4. Decode: the engine generates up to `decode_steps` tokens for all running requests in each call.
+5. End: the slot is freed, and the pages go to the prefix cache.
 
-Submission, deadlines and cancellation are those of `queueing.QueuedGenerator`.
+Pages for the whole request (prompt and `max_new_tokens`) are allocated at admission. So a running
+request never runs out of memory, and it is never preempted.
+
+The base class `queueing.QueuedGenerator` handles submission, deadlines and cancellation.
 """
 
 import heapq
@@ -35,17 +38,18 @@ from mujica_jax.inference.sequence import (
     padded_tokens,
 )
 
-# Prefill goes on until this share of the running requests decodes. In a batch a decode call should
-# be full, because it costs the same for few requests. The lower share holds while a request is
-# watched, that is streamed or under a deadline.
+# Prefill continues until this share of the running requests is ready to decode. A decode call costs
+# the same for few requests as for many, so it should be full. The lower share applies while a
+# request is streamed or has a deadline, because its client waits for the next token.
 DECODING_SHARE_WATCHED = 1 / 2
 DECODING_SHARE = 7 / 8
-# A prompt of a batch waits at most this many decode calls for others that fill its prefill call.
+# A short prompt waits for more prompts to fill its prefill call, for at most this many decode
+# calls.
 MAX_DEFERRED_CALLS = 2
 
 
 class BatchedGenerator(QueuedGenerator):
-    """The `Generator` of one engine. Use it from one event loop at a time."""
+    """A `Generator` that schedules requests on one engine. Use it from one event loop at a time."""
 
     capabilities = Capabilities(sampling_per_request=True, log_probabilities=True)
 
@@ -58,9 +62,11 @@ class BatchedGenerator(QueuedGenerator):
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """Schedule the requests of one engine.
+        """Make a scheduler with an empty queue.
 
-        `prefix_reuse` turns the prefix cache on. For the others see `QueuedGenerator`.
+        `prefix_reuse` turns the prefix cache on. `queue_size` is how many requests may wait before
+        `stream` raises OverloadError. `token_bytes` returns the bytes of a token's text; without it
+        requests cannot have stop strings. `policy_version` is the version of the engine's weights.
         """
         limits = RequestLimits(
             slots=engine.slots,
@@ -71,15 +77,17 @@ class BatchedGenerator(QueuedGenerator):
         super().__init__(limits, token_bytes=token_bytes, policy_version=policy_version)
         self._engine = engine
         self._prefix_reuse = prefix_reuse
-        self._evicted_pages = 0  # before the last reset of the cache
+        # Pages that were evicted before the last reset of the cache.
+        self._evicted_pages = 0
+        # Prefill calls in a row that were postponed because they would not have been full.
         self._deferred_calls = 0
         self._allocate_slots()
 
     def reset_cache(self) -> None:
-        """Drop all cached prefixes.
+        """Drop all cached prefixes. Call it only while no request runs.
 
-        Called when weights change, and between units of work, so that each unit is a function of
-        its own requests alone.
+        Callers reset the cache when the weights change. They also reset it before each unit of
+        work, so that the results of a unit do not depend on earlier requests.
         """
         assert not self._running, "the cache is reset only while nothing runs"
         self._engine.reset_cache()
@@ -87,21 +95,26 @@ class BatchedGenerator(QueuedGenerator):
         self._allocate_slots()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs."""
+        """Replace the policy's weights and empty the cache. Call it only while no request runs."""
         self.reset_cache()
         self._engine.set_weights(weights)
         self.policy_version = policy_version
 
     def release_weights(self) -> None:
-        """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
+        """Free the memory of the weights. Call it only while no request runs.
+
+        The generator cannot run again before `set_weights`.
+        """
         self._engine.release_weights()
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end every completion."""
         return self._engine.stop_token_ids
 
     @property
     def statistics(self) -> GeneratorStatistics:
+        """The counters of this generator and its engine."""
         return GeneratorStatistics(
             **self._counts,
             seconds=self._seconds,
@@ -113,33 +126,38 @@ class BatchedGenerator(QueuedGenerator):
         )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Check that a request can be served, and that all pages together are enough for it."""
         super()._check(prompt, params)
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
             raise RequestError(
-                f"the request needs {needed} pages of KV memory and the engine has "
-                f"{self._blocks.count}: give it more memory"
+                f"the request needs {needed} pages of KV cache and the engine has "
+                f"{self._blocks.count}: shorten the prompt, lower max_new_tokens or raise "
+                "engine.cache_gigabytes"
             )
 
     def _turn(self) -> None:
+        """Run one turn of the scheduler: free, admit, prefill, then one decode call."""
         self._free_given_up()
         self._admit()
         self._prefill()
-        # Requests that waited for the pages that were just computed.
+        # Admit requests that waited for the prefix that was just computed.
         while self._admit():
             self._prefill()
         self._decode()
 
     def _allocate_slots(self) -> None:
+        """Make an empty prefix cache and idle slots."""
         self._blocks = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
         self._state = SlotState.idle(self._engine.slots)
 
     def _free_given_up(self) -> None:
+        """Free the slots of requests that were cancelled or whose deadline passed."""
         for slot, sequence in list(self._running.items()):
             if not sequence.future.done():
                 continue
-            # Before the first log-probability it is not known whether what the request computed is
-            # finite.
+            # Until the first token is decoded, it is unknown whether the computed keys and values
+            # are finite. So take these pages out of the prefix cache.
             broken_pages = ()
             if not sequence.tokens:
                 broken_pages = self._blocks.evict(sequence.block_table)
@@ -148,9 +166,9 @@ class BatchedGenerator(QueuedGenerator):
         self._drop_given_up()
 
     def _admit(self) -> bool:
-        """Move waiting requests into free slots, as long as there are pages for them.
+        """Move waiting requests into free slots while there are enough pages.
 
-        Returns whether any moved.
+        Returns whether at least one request was admitted.
         """
         running_before = len(self._running)
         free_slots = [slot for slot in range(self._engine.slots) if slot not in self._running]
@@ -161,13 +179,13 @@ class BatchedGenerator(QueuedGenerator):
             entry = heapq.heappop(self._waiting)
             sequence = entry[2]
 
-            # If another request computes the same pages now, wait for them.
+            # If a running request is computing the same pages, wait for them.
             missing_blocks = self._missing_blocks(sequence)
             if missing_blocks and missing_blocks[0] in being_computed:
                 postponed.append(entry)
                 continue
 
-            # If memory is short, wait for the pages of running requests.
+            # If there are too few pages, wait until running requests end.
             capacity_tokens = len(sequence.prompt) + sequence.params.max_new_tokens
             block_table = self._blocks.allocate(
                 sequence.prompt, capacity_tokens, reuse=self._prefix_reuse
@@ -193,7 +211,7 @@ class BatchedGenerator(QueuedGenerator):
         return len(self._running) > running_before
 
     def _blocks_being_computed(self) -> set[int]:
-        """Return the hashes of the full pages that running requests have yet to compute."""
+        """Return the hashes of the full pages that running requests have not computed yet."""
         hashes = set()
         for sequence in self._running.values():
             if not sequence.is_prefilled:
@@ -209,7 +227,7 @@ class BatchedGenerator(QueuedGenerator):
         return sequence.block_hashes(self._engine.page_tokens)[cached_pages:]
 
     def _place(self, slot: int, sequence: SequenceState) -> None:
-        """Let a request run in a slot. It decodes there when its prompt is computed."""
+        """Assign a request to a slot. It decodes there once its prompt is computed."""
         self._running[slot] = sequence
         fill_slot(
             self._state,
@@ -221,10 +239,11 @@ class BatchedGenerator(QueuedGenerator):
         self._count_started(sequence)
 
     def _prefill(self) -> None:
-        """Compute prompts in chunks of `prefill_tokens`.
+        """Compute prompts in chunks of at most `prefill_tokens` tokens.
 
-        If most running requests decode, this is one chunk, otherwise chunks until most of them do.
-        In a batch, tokens that would not fill a call of the engine wait for more.
+        If most running requests already decode, compute one chunk. Otherwise compute chunks until
+        most of them decode. While no request is streamed or has a deadline, tokens that would not
+        fill a prefill call may be postponed, for at most MAX_DEFERRED_CALLS decode calls.
         """
         start_time = time.monotonic()
         while True:
@@ -248,7 +267,7 @@ class BatchedGenerator(QueuedGenerator):
         self._seconds += time.monotonic() - start_time
 
     def _running_in_prefill(self) -> list[tuple[int, SequenceState]]:
-        """Return the slots, and their requests, whose prompts are not all computed."""
+        """Return (slot, request) for every running request whose prompt is not fully computed."""
         return [
             (slot, sequence)
             for slot, sequence in self._running.items()
@@ -256,7 +275,11 @@ class BatchedGenerator(QueuedGenerator):
         ]
 
     def _tokens_in_full_calls(self, pending: Sequence[tuple[int, SequenceState]]) -> int:
-        """Return how many of the tokens to prefill make full calls of the engine."""
+        """Return how many of the pending prompt tokens fit into full prefill calls.
+
+        The result is the number of pending tokens, rounded down to a multiple of the engine's
+        `min_call_tokens`.
+        """
         tokens = 0
         for _, sequence in pending:
             missing_tokens = len(sequence.prompt) - 1 - sequence.prefilled_tokens
@@ -264,12 +287,12 @@ class BatchedGenerator(QueuedGenerator):
         return tokens - tokens % self._engine.min_call_tokens
 
     def _most_decode(self, is_watched: bool) -> bool:
-        """Return whether so many running requests decode that a decode call is due."""
+        """Return whether enough running requests are ready to decode for a decode call."""
         share = DECODING_SHARE_WATCHED if is_watched else DECODING_SHARE
         return int(np.count_nonzero(self._state.remaining)) >= share * len(self._running)
 
     def _prefill_chunk(self, pending: Sequence[tuple[int, SequenceState]], budget: int) -> None:
-        """Compute up to `budget` tokens of these prompts in one call."""
+        """Compute up to `budget` tokens of the pending prompts in one prefill call."""
         rows, ready = next_prefill(self._engine, pending, budget)
         if not rows:
             return
@@ -281,7 +304,7 @@ class BatchedGenerator(QueuedGenerator):
             self._share_prompts(ready)
 
     def _share_prompts(self, ready: Sequence[tuple[int, SequenceState]]) -> None:
-        """Put prompts that were just computed into the prefix cache, for requests that wait."""
+        """Put prompts that were just computed into the prefix cache, so that others can use them."""
         rows = next_flush(self._blocks, ready)
         self._engine.flush(rows)
         for row in rows:
@@ -289,7 +312,7 @@ class BatchedGenerator(QueuedGenerator):
             self._blocks.share(sequence.block_table, sequence.prompt[: row.stop])
 
     def _decode(self) -> None:
-        """Decode one call for all requests whose prompts are computed, and free those that end."""
+        """Run one decode call for all requests that are ready, and free those that end."""
         if not self._state.remaining.any():
             return
         start_time = time.monotonic()
@@ -307,7 +330,7 @@ class BatchedGenerator(QueuedGenerator):
         self._seconds += time.monotonic() - start_time
 
     def _take(self, slot: int, sequence: SequenceState, decoded: Decoded) -> bool:
-        """Give a request what was generated for it. Returns whether it ends."""
+        """Append the tokens that were decoded in a request's slot. Return whether it ends."""
         new = sequence.take(decoded, slot)
         self._counts["generated_tokens"] += len(new)
         if sequence.future.done() or not sequence.is_finite:
@@ -319,14 +342,15 @@ class BatchedGenerator(QueuedGenerator):
             sequence.send_to_stream()
             return False
         length, reason = ending
-        surplus_tokens = len(sequence.tokens) - length  # decoded beyond the end
+        # Tokens that were decoded after the end of the completion.
+        surplus_tokens = len(sequence.tokens) - length
         self._counts["generated_tokens"] -= surplus_tokens
         sequence.complete(length, reason, self.policy_version)
         return True
 
     def _free_ended(self, ended: Sequence[tuple[int, SequenceState]]) -> None:
-        """Free the slots of requests that ended, and leave what they computed in their pages."""
-        # Requests with numbers that are not finite: their pages are emptied.
+        """Free the slots of requests that ended, and put their pages into the prefix cache."""
+        # If the numbers of a request are not finite, set its pages to zero and cache nothing.
         finite = []
         for slot, sequence in ended:
             if sequence.is_finite:
@@ -334,7 +358,7 @@ class BatchedGenerator(QueuedGenerator):
                 continue
             if not sequence.future.done():
                 error = PolicyError(
-                    "the policy gave a log-probability that is not finite after "
+                    "the policy computed a log-probability that is not finite after "
                     f"{len(sequence.tokens)} tokens: check its weights"
                 )
                 self._fail(sequence, error)
@@ -342,7 +366,8 @@ class BatchedGenerator(QueuedGenerator):
             self._engine.free_slot(slot, broken_pages=broken_pages)
             self._drop(slot, sequence, cached_tokens=0)
 
-        # The others: what they computed goes to their pages, and the pages to the prefix cache.
+        # For the other requests, write the computed keys and values to their pages, then put the
+        # pages into the prefix cache.
         flush_rows = []
         for slot, sequence in finite:
             start = sequence.flushed_tokens
@@ -356,7 +381,10 @@ class BatchedGenerator(QueuedGenerator):
             self._drop(slot, sequence, cached_tokens=cached_tokens)
 
     def _drop(self, slot: int, sequence: SequenceState, *, cached_tokens: int) -> None:
-        """Give back the slot and the pages of a request, and cache its first `cached_tokens`."""
+        """Free the slot and the pages of a request.
+
+        The pages of its first `cached_tokens` tokens stay in the prefix cache.
+        """
         tokens = np.concatenate([sequence.prompt, np.asarray(sequence.tokens, np.int32)])
         self._blocks.release(sequence.block_table, tokens[:cached_tokens])
         del self._running[slot]

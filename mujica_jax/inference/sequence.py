@@ -1,8 +1,9 @@
-"""The state of a request between its submission and its completion.
+"""The state of a request from submission to completion.
 
-It holds the prompt and what was generated, and finds where the completion ends. `PagedSequence` is
-the part that an engine with pages needs: a prompt, its block table, and how much of the prompt is
-computed.
+`PagedSequence` is the part that belongs to the KV cache: the prompt, its block table, and how much
+of the prompt is computed. `SequenceState` adds the sampling parameters, the generated tokens and
+the search for the end of the completion. The functions below turn sequences into the rows of engine
+calls.
 """
 
 import asyncio
@@ -28,25 +29,28 @@ FLOAT32 = np.finfo(np.float32)
 
 @dataclasses.dataclass(eq=False)
 class PagedSequence:
-    """A prompt whose keys and values are computed into pages."""
+    """A prompt, its block table, and its progress through prefill."""
 
-    prompt: np.ndarray  # int32
-    block_table: BlockTable = dataclasses.field(init=False)  # set when the request gets pages
-    # Tokens of the prompt whose keys and values are in memory.
+    # Token ids of the prompt, [tokens], int32.
+    prompt: np.ndarray
+    # The pages of the sequence. Set by `use_pages` when the request is admitted.
+    block_table: BlockTable = dataclasses.field(init=False)
+    # How many prompt tokens have their keys and values in the KV cache.
     prefilled_tokens: int = dataclasses.field(default=0, init=False)
-    # Tokens of the sequence that the pages hold.
+    # How many tokens of the sequence have their keys and values in the pages of the block table.
     flushed_tokens: int = dataclasses.field(default=0, init=False)
     _block_hashes: list[int] | None = dataclasses.field(default=None, init=False)
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether all tokens of the prompt but the last are computed."""
+        """Whether all prompt tokens except the last are computed. Decode computes the last one."""
         return self.prefilled_tokens >= len(self.prompt) - 1
 
     def block_hashes(self, page_tokens: int) -> list[int]:
-        """Return a hash for every full page of the prompt.
+        """Return one hash for each full page of the prompt.
 
-        The hash covers all tokens up to the page's end.
+        Each hash covers all tokens from the start of the prompt to the end of the page. So equal
+        hashes mean equal prefixes.
         """
         if self._block_hashes is None:
             self._block_hashes = []
@@ -59,7 +63,7 @@ class PagedSequence:
         return self._block_hashes
 
     def use_pages(self, block_table: BlockTable) -> None:
-        """Take the pages of this block table, which hold the beginning of the prompt."""
+        """Set the block table. Its pages already hold the first `cached_tokens` prompt tokens."""
         self.block_table = block_table
         self.prefilled_tokens = block_table.cached_tokens
         self.flushed_tokens = block_table.cached_tokens
@@ -67,23 +71,32 @@ class PagedSequence:
 
 @dataclasses.dataclass(eq=False)
 class SequenceState(PagedSequence):
-    """A request, and what was generated for it."""
+    """One request with its sampling parameters and the tokens that were generated for it."""
 
     params: SamplingParams
-    continues: bool  # the conversation will come back with this prompt as its beginning
-    future: asyncio.Future  # of its Completion
-    stream: asyncio.Queue | None  # gets tokens as they become final; None: it is not streamed
-    # Returns a token's text, in which stop strings are looked for.
+    # Whether a later request of the same conversation will begin with this prompt.
+    continues: bool
+    # Resolves to the Completion, or raises a RequestError.
+    future: asyncio.Future
+    # Receives lists of final token ids, and None at the end. None if the request is not streamed.
+    stream: asyncio.Queue | None
+    # Returns the bytes of a token's text, for the search for stop strings.
     token_bytes: Callable[[int], bytes] | None
+    # The generated token ids.
     tokens: list[int] = dataclasses.field(default_factory=list)
-    # One for each token. They stay empty if the engine gives none.
+    # Log-probability of each generated token under the policy itself. Empty if the engine returns
+    # none.
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    # Log-probability of each generated token under the distribution that it was drawn from.
     sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
-    # Whether all log-probabilities are finite. Tokens drawn under others mean nothing.
+    # Whether all log-probabilities are finite. If not, the sampled tokens are meaningless.
     is_finite: bool = True
+    # How many tokens were put into the stream.
     _streamed_tokens: int = 0
+    # The stop string that ended the completion.
     _stop_string: str | None = None
-    _has_surplus: bool = False  # the engine decoded tokens beyond the end
+    # Whether the engine decoded tokens after the end of the completion.
+    _has_surplus: bool = False
 
     def __post_init__(self) -> None:
         self._matcher = None
@@ -94,20 +107,21 @@ class SequenceState(PagedSequence):
 
     @property
     def is_watched(self) -> bool:
-        """Whether this request is waited for by itself, and not as part of a batch."""
+        """Whether the request is streamed or has a deadline, so its own latency matters."""
         return self.stream is not None or self.params.deadline_seconds is not None
 
     @property
     def tokens_in_memory(self) -> int:
-        """How many tokens of the sequence have their keys and values computed.
+        """How many tokens of the sequence have their keys and values in the KV cache.
 
-        These are all but the last, or all if the engine decoded more after it.
+        The last generated token is not in the cache, unless the engine decoded more tokens after
+        it.
         """
         tokens = len(self.prompt) + len(self.tokens)
         return tokens if self._has_surplus else tokens - 1
 
     def take(self, decoded: Decoded, slot: int) -> list[int]:
-        """Append what a decode call generated in the request's slot. Returns the new tokens."""
+        """Append the tokens that a decode call generated in slot `slot`. Return the new tokens."""
         steps = int(decoded.valid[:, slot].sum())
         new = decoded.tokens[:steps, slot].tolist()
         logprobs = decoded.logprobs[:steps, slot]
@@ -120,29 +134,30 @@ class SequenceState(PagedSequence):
     def ending(
         self, new: Sequence[int], stop_token_ids: Collection[int]
     ) -> tuple[int, FinishReason] | None:
-        """Return where the new tokens end the completion, and why; None if they do not.
+        """Find the first stop token or stop string in the newest tokens.
 
-        The result is (tokens of the completion, reason). `new` are the last tokens that were taken.
+        `new` holds the token ids that the last call of `take` returned. Returns (number of tokens
+        of the completion, finish reason), or None if the completion goes on.
         """
         tokens_before = len(self.tokens) - len(new)
         for length, token in enumerate(new, start=tokens_before + 1):
             if token in stop_token_ids or token in self.params.stop_token_ids:
                 return length, "stop"
             if self._matcher is not None:
-                assert self.token_bytes is not None, "checked when the request came"
+                assert self.token_bytes is not None, "checked when the request was submitted"
                 self._stop_string = self._matcher.push(self.token_bytes(token))
                 if self._stop_string is not None:
                     return length, "stop_string"
         return None
 
     def send_to_stream(self) -> None:
-        """Put the new tokens into the stream, if there is one."""
+        """Put the tokens that were not sent yet into the stream, if the request is streamed."""
         if self.stream is not None and len(self.tokens) > self._streamed_tokens:
             self.stream.put_nowait(tuple(self.tokens[self._streamed_tokens :]))
             self._streamed_tokens = len(self.tokens)
 
     def complete(self, length: int, reason: FinishReason, policy_version: int) -> None:
-        """Cut the completion to `length` tokens and give it to whoever waits for it."""
+        """Cut the completion to `length` tokens, and resolve the future with it."""
         self._has_surplus = length < len(self.tokens)
         del self.tokens[length:]
         del self.logprobs[length:]
@@ -160,29 +175,33 @@ class SequenceState(PagedSequence):
         )
 
     def deadline_error(self) -> DeadlineError:
+        """Return the error for a request whose deadline has passed."""
         return DeadlineError(
             f"the deadline of {self.params.deadline_seconds} s passed after {len(self.tokens)} of "
-            f"up to {self.params.max_new_tokens} tokens: allow more time or send less at once"
+            f"up to {self.params.max_new_tokens} tokens: raise the deadline or send fewer requests "
+            "at the same time"
         )
 
     def close_stream(self) -> None:
-        """End the stream, if there is one."""
+        """End the stream with None, if the request is streamed."""
         if self.stream is not None:
             self.stream.put_nowait(None)
 
 
 def padded_tokens(engine: Engine, tokens: int) -> int:
-    """Return how many tokens the engine computes for this many tokens of one request."""
+    """Round a number of tokens of one request up to whole tiles of the engine's prefill call."""
     return -(-tokens // engine.tile_tokens) * engine.tile_tokens
 
 
 def next_prefill(
     engine: Engine, pending: Sequence[tuple[int, Paged]], budget: int
 ) -> tuple[list[PrefillRow], list[tuple[int, Paged]]]:
-    """Return the rows of the next prefill call, and the items of `pending` that it completes.
+    """Choose the tokens of the next prefill call, up to `budget` tokens (padding included).
 
-    `pending` are slots and their sequences. The call computes up to `budget` tokens. A prompt that
-    is all cached has a row too, without tokens: it brings its pages to the slot.
+    `pending` holds (slot, sequence) for the prompts that are not fully computed. The chosen tokens
+    are counted as prefilled. Returns (rows, ready): the rows of the call, and the items of `pending`
+    whose prompts the call completes. A prompt that is fully cached gets a row without tokens, so
+    that the engine learns its block table.
     """
     rows = []
     ready = []
@@ -200,9 +219,10 @@ def next_prefill(
 
 
 def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]) -> list[FlushRow]:
-    """Return the rows to flush of prompts that were just computed, so that others can read them.
+    """Return the rows that write prompts to their pages, so that other requests can read them.
 
-    Only full pages are flushed.
+    `ready` holds (slot, sequence) for prompts that were just computed. Only full pages are written,
+    and they are counted as flushed.
     """
     rows = []
     for slot, sequence in ready:
@@ -217,11 +237,11 @@ def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]
 def fill_slot(
     state: SlotState, slot: int, *, prompt: np.ndarray, params: SamplingParams, vocabulary: int
 ) -> None:
-    """Write a request into its slot. Nothing is decoded there until `remaining` is set."""
+    """Write a request into a slot of `state`. Decoding starts when the caller sets `remaining`."""
     state.token[slot] = prompt[-1]
     state.position[slot] = len(prompt) - 1
     state.remaining[slot] = 0
-    # Values beyond the range of an array are clipped: an overflow here would fail all requests.
+    # Clip each value to the range of its array, because an overflow would fail all requests.
     temperature = params.temperature
     if temperature != 0:
         temperature = np.clip(temperature, FLOAT32.tiny, FLOAT32.max)

@@ -1,22 +1,25 @@
-"""Kernels that are faster than the programs that XLA makes.
+"""Kernels for operations that they compute faster than XLA.
 
-The models, the engine and the trainer ask three questions, each with the shapes and types at hand:
+Three functions choose the kernel for an operation. Models, engine and trainer call them with the
+shapes and types of the operation:
 
-- `packed_attention`: attention of packed rows, in training and scoring;
-- `paged_attention`: attention of a request over its KV cache, in the engine;
-- `product`: a few rows times a matrix, in decoding.
+- `packed_attention` is for attention over packed rows, in training and scoring.
+- `paged_attention` is for attention of requests over their KV cache, in the engine.
+- `product` is for the product of a few rows with matrices, in decoding.
 
-The answer is a function of JAX, or None. None means that XLA is as fast here, and the caller takes
-its plain path:
+Each function returns a JAX function, or None. None means that XLA is at least as fast, and the
+caller uses plain JAX operations:
 
     attend = kernels.paged_attention(head_dim=64, dtype=jnp.float32)
     if attend is None:
-        ...  # the same by XLA
+        ...  # compute the same with jax.numpy
 
-Today an x86 CPU has such kernels (`kernels/cpu/`), if numba is installed (the extra `cpu`). Without
-numba, and on other CPUs, every answer is None. TPUs and GPUs have their own in JAX, and
-`models.attention` and `inference.engine.ragged` call those directly. The answer holds for the
-device of the mesh under which the caller is traced, or for JAX's default device.
+Only x86 CPUs have such kernels (`kernels/cpu/`), and they need numba (the extra `cpu`). Everywhere
+else the functions return None. The kernels for TPUs and GPUs are part of JAX, and
+`models.attention` and `inference.engine.ragged` call them directly.
+
+The choice is made while JAX traces the caller. It holds for the device of the current mesh, or for
+JAX's default device if there is no mesh.
 """
 
 from collections.abc import Sequence
@@ -40,8 +43,8 @@ __all__ = [
     "rows_per_product",
 ]
 
-# The name that `jax.checkpoint` knows the results of `packed_attention` by. A policy that keeps
-# them spares the backward pass a second forward pass.
+# The name of the results of `packed_attention` for `jax.checkpoint`. If a checkpoint policy keeps
+# these results, the backward pass does not compute the attention a second time.
 PACKED_ATTENTION_RESULTS = cpu.PACKED_ATTENTION_RESULTS
 
 
@@ -58,8 +61,9 @@ class PackedAttention(Protocol):
     ) -> Float[Array, "rows time heads head_dim"]:
         """Return softmax(query key^T / sqrt(head_dim)) value, in the type of `query`.
 
-        A query sees the keys of its own segment up to itself. Equal ids that lie apart are two
-        segments. Padding is a segment like any other. There is a gradient.
+        A segment is a run of equal `segment_ids`. If other ids are between two runs of the same id,
+        they are two segments. Each query sees the keys of its own segment up to its own position.
+        Padding is treated as a segment too. The function is differentiable.
         """
         ...
 
@@ -79,28 +83,30 @@ class PagedAttention(Protocol):
     ) -> Float[Array, "requests time heads head_dim"]:
         """Return the attention of each request over a shared prefix and a row of the cache.
 
-        `row_table` has four numbers for each request: its cache row; how many tokens of that row
-        its first query sees (each further query sees one more); its prefix; how many tokens of the
-        prefix it sees. A request that sees 0 tokens of its row gets 0. There is no gradient.
+        `row_table` has four columns: the index of the cache row, the number of tokens of this row
+        that the first query sees, the index of the prefix, and the number of tokens of the prefix
+        that all queries see. Each query after the first sees one more token of the row. If a
+        request sees 0 tokens of its row, its result is 0. The function is not differentiable.
         """
         ...
 
 
 @runtime_checkable
 class Product(Protocol):
-    """The product of rows with one or more matrices that are stored output by output."""
+    """The product of rows with one or more matrices that are stored as [outputs, inputs]."""
 
     def __call__(
         self, rows: Float[Array, "rows inputs"], *matrices: Float[Array, "_ inputs"]
     ) -> Sequence[Float[Array, "rows _"]]:
-        """Return rows @ matrix.T in float32 for each matrix. There is a gradient."""
+        """Return rows @ matrix.T in float32 for each matrix. The function is differentiable."""
         ...
 
 
 def packed_attention(*, platform: str | None = None) -> PackedAttention | None:
-    """Return the kernel for packed rows on this platform (None: the caller's).
+    """Return the attention kernel for packed rows, or None if there is none.
 
-    It takes any shape and type. Under a mesh call it on each device's own rows.
+    `platform` is "cpu", "gpu" or "tpu". The default is the platform that is being traced. The kernel
+    accepts any shape and type. With a mesh, call it on the rows of each device (`jax.shard_map`).
     """
     if (platform or _platform()) != "cpu" or not cpu.is_available():
         return None
@@ -108,9 +114,10 @@ def packed_attention(*, platform: str | None = None) -> PackedAttention | None:
 
 
 def paged_attention(*, head_dim: int, dtype: DTypeLike) -> PagedAttention | None:
-    """Return the kernel for a KV cache of this type.
+    """Return the attention kernel for a KV cache, or None if there is none.
 
-    It is None under a mesh: XLA cannot split a kernel over devices.
+    `head_dim` and `dtype` describe the keys and values in the cache. Returns None with a mesh,
+    because XLA cannot split a kernel over devices.
     """
     if not _is_single_cpu() or not cpu.is_available():
         return None
@@ -118,9 +125,9 @@ def paged_attention(*, head_dim: int, dtype: DTypeLike) -> PagedAttention | None
 
 
 def product(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike) -> Product | None:
-    """Return what multiplies [rows, inputs] with matrices of [outputs, inputs].
+    """Return a faster function for products of [rows, inputs] with [outputs, inputs], or None.
 
-    `outputs` has the number of outputs of each matrix.
+    `outputs` holds the number of outputs of each matrix. `dtype` is the type of all operands.
     """
     if _platform() != "cpu" or not cpu.is_available():
         return None
@@ -136,7 +143,8 @@ def product(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike)
 def prefers_output_major(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool:
     """Return whether a decoder that multiplies few rows should store a matrix as [outputs, inputs].
 
-    Then `product` takes it. Elsewhere it stays [inputs, outputs], for a plain product by XLA.
+    `product` needs this layout. If the result is False, store the matrix as [inputs, outputs], for
+    a product by XLA.
     """
     if not _is_single_cpu() or not cpu.is_available():
         return False
@@ -144,22 +152,22 @@ def prefers_output_major(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool
 
 
 def rows_per_product() -> int:
-    """Return how many rows keep a large product busy.
+    """Return how many rows a large product needs to run at full speed on this platform.
 
-    512 rows fill the matrix unit of a TPU. A CPU multiplies 256 as fast.
+    512 rows fill the matrix unit of a TPU. On a CPU, 256 rows are as fast.
     """
     return 256 if _platform() == "cpu" else 512
 
 
 def _platform() -> str:
-    """Return the platform of what is being traced.
+    """Return the platform of the program that is being traced.
 
-    It may be compiled for a device that is not here.
+    The program may be compiled for a device that is not in this machine. So look at the mesh first.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def _is_single_cpu() -> bool:
-    """Return whether what is being traced runs on one CPU device, without a mesh."""
+    """Return whether the program that is being traced runs on one CPU device, without a mesh."""
     return jax.sharding.get_abstract_mesh().empty and _platform() == "cpu"

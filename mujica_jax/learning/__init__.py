@@ -1,1 +1,1 @@
-"""Learning: rows are packed, and a trainer takes steps of a loss and saves checkpoints."""
+"""Learning: pack conversations into rows, train a policy on them, and save checkpoints."""

@@ -1,13 +1,21 @@
-"""Log-probabilities of packed tokens.
+"""Log-probabilities of the tokens in packed rows.
 
     log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)
 
-Here x_<t is the prefix inside the segment. Logits of [rows, time, vocab] are never made. In each
-row the positions that are scored are moved to the front. Then all rows walk together through chunks
-of positions, and a chunk without a scored position costs nothing. So the head costs what the
-trained tokens need (a quarter to a third of an agent's conversation), with static shapes. The
-backward pass computes logits again if the head is trained, and not if it is frozen. Called by the
-losses and by `learning.trainer`, which scores with it.
+x_<t are the tokens before x_t in its segment, and logits_t-1 are the logits that predict x_t.
+
+An array of logits [rows, time, vocab] would be too large, so it is never made. Instead:
+
+1. In each row, the positions that have to be scored are moved to the front.
+2. The rows are cut into chunks of positions. A loop computes the logits of one chunk of all rows at
+   a time.
+3. A chunk without a position to score is skipped.
+
+So the cost of the head follows the number of trained tokens, although all shapes are static. These
+are a quarter to a third of the tokens of an agent's conversation. If the head is trained, the
+backward pass computes the logits of each chunk again. If the head is frozen, it does not.
+
+The losses call this module, and so does `learning.trainer` for scoring.
 """
 
 import functools
@@ -27,40 +35,49 @@ from mujica_jax.models.attention import Implementation, causal_self_attention
 from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.sharding import RULES
 
-# Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12%
-# faster than under `lax.scan`, which copies every layer's weights and residuals. Deeper models scan
-# and recompute, so that neither program nor memory grows with depth.
+# Largest number of layers that run in a Python loop and store their activations. On CPU a step is
+# then 12% faster than with `lax.scan`, which copies the weights and activations of every layer.
+# Deeper models use a scan and compute activations again in the backward pass. The size of the
+# program then does not grow with depth, and memory grows less.
 UNROLLED_LAYERS = 4
 
 
 class Mode(NamedTuple):
-    """The results that are computed, the same for all chunks."""
+    """Settings that are the same for all chunks."""
 
-    # Whether the normalizers are returned too.
+    # Whether the log-normalisers are returned too.
     normalized: bool
-    # Mesh axes over which the columns of the head's table are split. Empty if the table is whole.
+    # Mesh axes over which the columns of the head are split. Empty if each device has all of it.
     table_axes: tuple[str, ...] = ()
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token given its prefix in its segment, float32; 0 where there is none."""
+    """Scores of each token, in float32. Tokens that are not scored have 0."""
 
+    # log p(x_t | x_<t).
     log_probs: Float[Array, "rows time"]
-    log_normalizers: Float[Array, "rows time"]  # logsumexp of the logits that predict the token
+    # logsumexp(logits_t-1), of the logits that predict x_t.
+    log_normalizers: Float[Array, "rows time"]
 
 
 class _ChunkScores(NamedTuple):
-    """Scores of the positions of a chunk; with a leading dimension, of all chunks."""
+    """Scores of the positions of one chunk, or of all chunks with a leading dimension.
+
+    Each position has the scores of the token that it predicts.
+    """
 
     log_probs: Float[Array, "*chunks rows chunk"]
     log_normalizers: Float[Array, "*chunks rows chunk"] | None
-    log_prob_by_hidden: Float[Array, "*chunks rows chunk hidden"] | None  # d log p / d hidden
+    # d log p / d hidden, for the backward pass.
+    log_prob_by_hidden: Float[Array, "*chunks rows chunk hidden"] | None
 
 
 class _Residuals(NamedTuple):
     """The values of the forward pass that the backward pass needs."""
 
-    table: Float[Array, "vocab part"] | None  # None if the head is frozen
+    # The part of the head that this device stores. None if the head is frozen.
+    table: Float[Array, "vocab part"] | None
+    # The whole head, in the type of the products.
     whole_table: Float[Array, "vocab hidden"]
     log_prob_by_hidden: Float[Array, "chunks rows chunk hidden"]
     hidden: Float[Array, "chunks rows chunk hidden"]
@@ -76,10 +93,10 @@ def token_log_probs(
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
 ) -> Float[Array, "rows time"]:
-    """Return log p of each token given its prefix in its segment, in float32.
+    """Return the log-probability of each token given the tokens before it in its segment.
 
-    It is 0 where it is undefined: in padding and at the first token of a segment. `token_mask`
-    limits the work to some tokens; the others get 0.
+    The result is float32. Padding and the first token of each segment have 0. With `token_mask`
+    only the marked tokens are scored, and all others have 0.
     """
     return token_scores(
         decoder, batch, token_mask, attention=attention, remat=remat, normalized=False
@@ -95,16 +112,19 @@ def token_scores(
     remat: Remat | Literal["auto"] = "auto",
     normalized: bool,
 ) -> TokenScores:
-    """Return log p of each token and, if `normalized`, the normalizer of its logits.
+    """Return the log-probability of each token and, if `normalized`, its log-normaliser.
 
-    Without `normalized` the normalizers are 0 and cost nothing.
+    Without `normalized` all log-normalisers are 0 and cost nothing. `token_mask` marks the tokens
+    to score, and None scores all tokens. "auto" for `remat` is "none" for up to `UNROLLED_LAYERS`
+    layers, else "full".
     """
     tokens = jnp.asarray(batch.tokens)
     segments = jnp.asarray(batch.segment_ids)
     positions = jnp.asarray(batch.positions)
 
-    # Position t predicts token t + 1, if that belongs to the same segment and is scored. The last
-    # position predicts nothing: it is carried along so that time divides into chunks.
+    # Position t predicts token t + 1. Its mask says whether this token belongs to the same segment
+    # and has to be scored. The last position predicts nothing. It stays, with the mask False, so
+    # that `time` divides into chunks.
     is_same_segment = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
     mask = is_same_segment if token_mask is None else is_same_segment & token_mask[:, 1:]
     mask = jnp.pad(mask, ((0, 0), (0, 1)))
@@ -118,7 +138,7 @@ def token_scores(
 
     mode = Mode(normalized=normalized)
     log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, mask, mode)
-    # Score t belongs to token t + 1. Column 0 receives the last position's 0.
+    # The score at position t belongs to token t + 1. Column 0 gets the 0 of the last position.
     return TokenScores(
         log_probs=jnp.roll(log_probs, 1, axis=1),
         log_normalizers=jnp.roll(normalizers, 1, axis=1),
@@ -132,12 +152,16 @@ def _target_scores(
     mask: Bool[Array, "rows time"],
     mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
-    """Return log p of `targets` under the logits of `hidden`, and the normalizers of these logits.
+    """Return log p of the targets under the logits of `hidden`, and the log-normalisers.
 
-    Both are 0 outside of `mask`. Each device walks through its own rows: the head is gathered once
-    and its gradient summed once. The compiler, left alone, would do both in every chunk. A head
-    that is split over devices comes in parts, and its gradient leaves in parts: that moves half as
-    much as a whole sum for everybody. The tensor axis stays the compiler's.
+    `table` is the head, and `hidden` are the hidden states after the final norm. Both results are 0
+    for positions that are not in `mask`.
+
+    On a mesh, `shard_map` makes each device loop over the chunks of its own rows. The head is then
+    gathered once, and its gradient is summed over devices once. Without `shard_map` the compiler
+    would do both for every chunk. If the head is split over devices, each device gets only its part
+    of the summed gradient. This moves half as many bytes as giving the whole sum to every device.
+    The compiler still handles the mesh axis `tensor`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
@@ -171,15 +195,18 @@ def _chunked_scores(
     *,
     mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
-    """Compute `_target_scores` chunk by chunk, with the positions of `mask` in the first chunks."""
+    """Compute `_target_scores` chunk by chunk, with the positions in `mask` in the first chunks.
+
+    `table` is the part of the head that this device stores, [vocab, hidden / devices].
+    """
     rows, time = targets.shape
-    # As few positions as keep a product busy, because half of the last chunk is for nothing. The
-    # float32 logits of 512 positions take 0.3 GB at a vocabulary of 152k.
+    # Take as few positions as keep a product efficient, because on average half of the last chunk
+    # is wasted. The float32 logits of 512 positions take 0.3 GB at a vocabulary of 152,000.
     chunk = min(time, max(1, kernels.rows_per_product() // rows))
     num_chunks = -(-time // chunk)
 
-    # Positions of the mask come first, the others after them, both in their order. `destinations`
-    # says where each position goes, `sources` which position comes to each place.
+    # Order the positions of each row: first those in the mask, then the others. `destinations` has
+    # the new place of each position, and `sources` the position for each new place.
     masked_counts = jnp.cumsum(mask, axis=1)
     other_counts = jnp.cumsum(~mask, axis=1)
     destinations = jnp.where(mask, masked_counts, masked_counts[:, -1:] + other_counts) - 1
@@ -197,7 +224,7 @@ def _chunked_scores(
         return jnp.moveaxis(padded.reshape(rows, num_chunks, chunk, *trailing), 1, 0)
 
     def in_rows(chunks: Array) -> Float[Array, "rows time"]:
-        """Undo `in_chunks`, and put 0 outside of the mask."""
+        """Undo `in_chunks`, and set positions outside of the mask to 0."""
         moved = jnp.moveaxis(chunks, 0, 1).reshape(rows, num_chunks * chunk)[:, :time]
         return jnp.where(mask, jnp.take_along_axis(moved, destinations, axis=1), 0.0)
 
@@ -218,11 +245,11 @@ def _score_chunks(
     targets: Int[Array, "chunks rows chunk"],
     mask: Bool[Array, "chunks rows chunk"],
 ) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
-    """Return log p of the targets and, if `mode.normalized`, the normalizers, chunk after chunk.
+    """Return log p of the targets and, if `mode.normalized`, the log-normalisers, chunk by chunk.
 
-    A chunk whose mask is empty is 0 and costs nothing. With logits z = table h of a position with
-    hidden state h and target x, upstream gradients u of log p and v of the normalizer:
+    A chunk whose mask is empty gets zeros and costs nothing.
 
+        z                    = table h
         log p                = z[x] - logsumexp(z)
         d log p / d z        = onehot(x) - softmax(z)
         d log p / d h        = table^T (d log p / d z)
@@ -232,12 +259,16 @@ def _score_chunks(
         gradient of h        = u (d log p / d h) + v (d logsumexp(z) / d h)
         gradient of table    = sum over positions of (u (d log p / d z) + v softmax(z)) h^T
 
-    The gradient is written out, because the derived one would keep the whole head for every chunk.
-    A conditional hands all that its backward pass needs out of the loop, and the loop stacks it: at
-    a vocabulary of 152k that was a gigabyte for 512 tokens.
+    How to read it: a position has the hidden state h, the logits z and the target x. u and v are
+    the gradients of the loss with respect to log p and to the log-normaliser logsumexp(z).
 
-    The forward pass stores d log p / d h. So the backward pass of a frozen head multiplies nothing.
-    That of a trained head computes the logits again, for the table's gradient.
+    The gradient is written out to save memory. With automatic differentiation, the conditional that
+    skips a chunk would return everything that its backward pass needs, the head included. The loop
+    would stack this over all chunks, with a copy of the head for each of them. At a vocabulary of
+    152,000 this took a gigabyte for 512 tokens.
+
+    The forward pass stores d log p / d h. So the backward pass needs no product if the head is
+    frozen. If the head is trained, it computes the logits again for the gradient of the table.
     """
     whole_table = _gather_table(table, hidden.dtype, mode.table_axes)
     chunk_scores = _scan_chunks(mode, whole_table, (hidden, targets, mask), with_gradient=False)
@@ -247,8 +278,8 @@ def _score_chunks(
 def _gather_table(
     table: Float[Array, "vocab part"], dtype: DTypeLike, table_axes: tuple[str, ...]
 ) -> Float[Array, "vocab hidden"]:
-    """Return the whole table in the type of the products."""
-    # Cast before it is gathered: that moves half as much.
+    """Return the whole head in `dtype`, gathered from the devices that store its parts."""
+    # Cast before gathering: bfloat16 moves half as many bytes as float32.
     narrow = table.astype(dtype)
     return jax.lax.all_gather(narrow, table_axes, axis=1, tiled=True) if table_axes else narrow
 
@@ -260,9 +291,10 @@ def _scan_chunks(
     *,
     with_gradient: bool,
 ) -> _ChunkScores:
-    """Score all chunks of (hidden states, targets, mask).
+    """Return the scores of all chunks.
 
-    With `with_gradient` the scores also hold d log p / d hidden.
+    `chunks` are the hidden states [chunks, rows, chunk, hidden], the targets and the mask, both
+    [chunks, rows, chunk]. With `with_gradient` the scores include d log p / d hidden.
     """
 
     def score_chunk(chunk: tuple[Array, Array, Array]) -> _ChunkScores:
@@ -306,10 +338,11 @@ def _log_prob_by_logits(
 def _sum_to_parts(
     table_gradient: Float[Array, "vocab hidden"], table_axes: tuple[str, ...]
 ) -> Float[Array, "vocab part"]:
-    """Sum the table's gradient over devices and return each device's part of its columns.
+    """Sum the gradient of the table over devices, and return this device's part of the columns.
 
-    On CPU the sum is made whole first. Between processes XLA scatters it by gloo, which now and
-    then gives the first process wrong numbers if parts have megabytes (jax-ml/jax#40830).
+    On CPU each device first computes the whole sum and then cuts out its part. The direct way,
+    reduce-scatter, is sometimes wrong there: between processes XLA uses gloo, which occasionally
+    gives the first process wrong numbers for parts of some megabytes (jax-ml/jax#40830).
     """
     if not table_axes:
         return table_gradient
@@ -333,7 +366,10 @@ def _scores_and_residuals(
     targets: CustomVJPPrimal,
     mask: CustomVJPPrimal,
 ) -> tuple[tuple[Array, Array | None], _Residuals]:
-    """Score all chunks and store what the backward pass needs. See `_score_chunks`."""
+    """Return the scores of all chunks, and the residuals for the backward pass.
+
+    This is the forward pass of `_score_chunks` under differentiation.
+    """
     whole_table = _gather_table(table.value, hidden.value.dtype, mode.table_axes)
 
     chunk_scores = _scan_chunks(
@@ -355,8 +391,8 @@ def _gradients_of_scores(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the table, the hidden states, the targets and the mask.
 
-    Targets and mask have none, and a frozen table has none. `upstream` holds the gradients u and v
-    of `_score_chunks`.
+    This is the backward pass of `_score_chunks`, and `upstream` holds u and v of its formulas. The
+    gradient is None for targets and mask, and for a frozen table.
     """
     log_prob_weights = _with_zeros(upstream[0])
     normalizer_weights = _with_zeros(upstream[1])
@@ -371,8 +407,9 @@ def _gradients_of_scores(
     table_gradient = None
     if residuals.table is not None:
         table_gradient = _table_gradient(mode, residuals, log_prob_weights, normalizer_weights)
-        # The layers need only the gradient of their states. It waits, or a compiler keeps the whole
-        # head until the layers are done.
+        # The backward pass of the layers needs only the gradient of the hidden states. The barrier
+        # makes it wait for the gradient of the table. Otherwise a compiler may keep the whole head
+        # in memory until the layers are done.
         table_gradient, hidden_gradient = jax.lax.optimization_barrier(
             (table_gradient, hidden_gradient)
         )
@@ -383,7 +420,7 @@ def _gradients_of_scores(
 
 
 def _with_zeros(upstream: Any) -> Any:
-    """Return an upstream gradient as an array. A loss may leave one of the results out."""
+    """Return an upstream gradient as an array: zeros if the loss does not use that result."""
     if isinstance(upstream, SymbolicZero):
         return jnp.zeros(upstream.shape, jnp.float32)
     return upstream
@@ -395,10 +432,11 @@ def _table_gradient(
     log_prob_weights: Float[Array, "chunks rows chunk"],
     normalizer_weights: Float[Array, "chunks rows chunk"] | None,
 ) -> Float[Array, "vocab hidden"]:
-    """Return this device's gradient of the whole table, summed in float32 over chunks.
+    """Return the gradient of the whole table over the rows of this device, in float32.
 
-    For each position with upstream gradients u of log p and v of the normalizer, it computes the
-    logits again and adds (u (d log p / d z) + v softmax(z)) h^T.
+    The function computes the logits of each chunk again. For each position it adds
+    (u (d log p / d z) + v softmax(z)) h^T, as in `_score_chunks`. `log_prob_weights` are u and
+    `normalizer_weights` are v.
     """
     whole_table = residuals.whole_table
 

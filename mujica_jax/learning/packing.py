@@ -1,22 +1,37 @@
-"""Packing: conversations of any length become rows of one length, several conversations a row.
+"""Pack conversations of different lengths into rows of one length.
 
-A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is
-padding), `positions` start at 0 in each, so attention and rotary angles are those of the
-conversation alone: packed equals unpacked. The loss mask comes from the turns
-(`Conversation.loss_mask`), made where the tokens were made. Called by the methods before
+A row holds several whole conversations, one after the other, and padding behind them. Here is a row
+of 7 tokens with two conversations, a and b:
+
+    tokens        a1  a2  a3  b1  b2   0   0
+    segment_ids    1   1   1   2   2   0   0
+    positions      0   1   2   0   1   0   0
+
+`segment_ids` number the conversations of a row from 1, and 0 marks padding. `positions` count the
+tokens of each conversation from 0. Attention stays inside a segment and rotary angles follow from
+the positions. So the model computes the same for a packed conversation as for the conversation
+alone. The loss mask marks the tokens that are trained. It comes from the turns of a conversation
+(`Conversation.loss_mask`). The methods pack their conversations before they call
 `learning.trainer.fit`.
 
-The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the
-shuffled order (a window mixes lengths well enough to fill rows and keeps the search short), then
-the rows are shuffled. Processes that are given the same conversations make the same rows.
+Which conversation goes into which row is a pure function of the lengths and the seed:
 
-A conversation longer than a row is never cut: its later turns were sampled after the earlier ones,
-and half of it would teach them without. `pack` refuses it; the methods leave it out first
-(`too_long` counts, and a line and the metrics of the phase say how many).
+1. Shuffle the conversations.
+2. Cut the shuffled order into windows of `WINDOW_CONVERSATIONS`.
+3. In each window, put the longest conversation first into the first row with room, then the second
+   longest, and so on (first-fit decreasing).
+4. Shuffle the rows.
 
-What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With
-`pairs` the conversations are chosen, rejected, chosen, rejected, ...: the two of a pair stand in
-one row, side by side, and the column `pairs` tells which they are.
+Processes with the same conversations and the same seed make the same rows.
+
+A conversation longer than a row is never cut. Its later turns were sampled with the earlier ones in
+view, and without them the policy would learn to say things out of context. `pack` raises UserError
+for it. The methods count such conversations with `too_long` and leave them out before they pack. A
+console line and the metrics of the phase report the count.
+
+A column holds one more number for each token, in float32, for a loss that needs it; padding has 0.
+With `pairs` the conversations come in the order chosen, rejected, chosen, rejected, and so on. The
+two conversations of a pair are side by side in one row, and the column `pairs` tells them apart.
 """
 
 import dataclasses
@@ -29,55 +44,65 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
 
-# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100
-# tokens open about 200 rows of 512 tokens and take 10 ms; the last rows of a window stay part
-# empty, under 2% of the slots at this size.
+# Conversations that are packed together. First-fit compares every conversation of a window with
+# every open row, so a larger window takes more time. The last rows of a window stay partly empty,
+# so a smaller window wastes more slots. At this size, 1024 conversations of 100 tokens fill about
+# 200 rows of 512 tokens. This takes 10 ms, and less than 2% of the slots are empty.
 WINDOW_CONVERSATIONS = 1024
 
 
 class Batch(NamedTuple):
     """The input of one training step or one scoring call.
 
-    It is a pytree of arrays, on the host or on the mesh.
+    It is a pytree of arrays, on the host or on the mesh. All arrays have the shape [rows, time]:
+    `time` is the sequence length, and a slot is one place of a row.
     """
 
+    # Token ids, and 0 in padding.
     tokens: Int[np.ndarray | Array, "rows time"]
-    # 0 is padding, 1.. number the conversations of a row
+    # Number of the conversation within its row, from 1. 0 marks padding.
     segment_ids: Int[np.ndarray | Array, "rows time"]
-    positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
-    # the token itself is a target: position t-1 predicts it
+    # Position of the token within its conversation, from 0.
+    positions: Int[np.ndarray | Array, "rows time"]
+    # Whether the token in this slot is trained. The model predicts it in the slot before.
     loss_mask: Bool[np.ndarray | Array, "rows time"]
-    # those that the loss asks for
+    # The extra columns that the loss reads, by name (`Loss.columns`).
     columns: Mapping[str, Float[np.ndarray | Array, "rows time"]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows:
-    """All rows of one fit, on the host."""
+    """All rows that one call of `learning.trainer.fit` trains on, in host memory.
+
+    The arrays have the same meaning as in `Batch`.
+    """
 
     tokens: Int[np.ndarray, "rows time"]
     segment_ids: Int[np.ndarray, "rows time"]
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
-    # row and first slot of each, in the order they were given
+    # Row and first slot of each conversation, in the order of the argument of `pack`.
     placements: Int[np.ndarray, "conversations 2"]
     columns: Mapping[str, Float[np.ndarray, "rows time"]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return self.tokens.shape[0]
 
     @property
     def sequence_length(self) -> int:
+        """Length of a row in tokens, with padding."""
         return self.tokens.shape[1]
 
     @property
     def efficiency(self) -> float:
-        """Share of slots that hold a token; 1.0 for no rows at all."""
+        """Share of slots that hold a token. Without any rows it is 1.0."""
         return float(np.mean(self.segment_ids > 0)) if self.segment_ids.size else 1.0
 
     @property
     def trained_tokens(self) -> int:
+        """Number of trained tokens in all rows."""
         return int(self.loss_mask.sum())
 
     def with_columns(self, **columns: Float[np.ndarray, "rows time"]) -> "PackedRows":
@@ -85,7 +110,10 @@ class PackedRows:
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
     def with_empty_rows(self, num_rows: int) -> "PackedRows":
-        """Return at least `num_rows` rows, with rows of padding behind the others."""
+        """Return the rows, with empty rows added at the end until there are `num_rows` rows.
+
+        An empty row has only padding. If there are more rows already, nothing is added.
+        """
         missing = max(0, num_rows - self.num_rows)
 
         def padded(values: np.ndarray) -> np.ndarray:
@@ -101,10 +129,11 @@ class PackedRows:
         )
 
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
-        """Return these rows, with the named columns."""
+        """Return a batch with the rows of these numbers, and with the named columns."""
         missing = sorted(set(columns) - set(self.columns))
         assert not missing, (
-            f"the loss needs the columns {missing}, and the rows have {sorted(self.columns)}"
+            f"the loss needs the columns {missing}, and the rows have only "
+            f"{sorted(self.columns)}; add them with PackedRows.with_columns"
         )
         return Batch(
             tokens=self.tokens[rows],
@@ -123,11 +152,14 @@ def pack(
     columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     pairs: bool = False,
 ) -> PackedRows:
-    """Pack every conversation exactly once, whole.
+    """Pack every conversation exactly once and whole into rows of `sequence_length` tokens.
 
-    Raises UserError for a conversation longer than a row: `too_long` counts them, so filter first.
+    `seed` shuffles conversations and rows. `columns` maps the name of a column to its values. These
+    are, for each conversation, either one number for all of its tokens or a list with one number
+    for each token. With `pairs` the conversations come in the order chosen, rejected, chosen,
+    rejected, and so on.
 
-    A column has for each conversation a number for all of its tokens, or one number a token.
+    Raises UserError if a conversation, or a pair, is longer than a row. `too_long` counts them.
     """
     lengths = _lengths(conversations, pairs)
     if lengths.size and lengths.max() > sequence_length:
@@ -136,7 +168,7 @@ def pack(
             f"a row of {sequence_length} tokens: raise trainer.sequence_length or lower "
             "agent.max_trajectory_tokens"
         )
-    assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
+    assert not lengths.size or lengths.min() > 0, "a conversation needs at least one token"
 
     random = np.random.default_rng(seed)
     rows = _assign(lengths, sequence_length, random.permutation(lengths.size))
@@ -149,10 +181,10 @@ def pack(
 
 
 def _pair_numbers(rows: list[list[int]], *, pairs: int) -> list[int]:
-    """Return the column `pairs`, with two numbers for each pair.
+    """Return the values of the column `pairs`, one number for each conversation.
 
-    They are n for the chosen conversation of a row's n-th pair, and -n for the rejected one. `rows`
-    holds the indexes of each row's pairs.
+    In the n-th pair of a row, the chosen conversation has n and the rejected one has -n. `rows`
+    holds the indexes of the pairs of each row, and `pairs` is the number of all pairs.
     """
     number_in_row = [0] * pairs
     for row in rows:
@@ -166,7 +198,7 @@ def _pair_numbers(rows: list[list[int]], *, pairs: int) -> list[int]:
 
 
 def _conversations_of_pairs(pairs: list[int]) -> list[int]:
-    """Return the indexes of both conversations of each pair."""
+    """Return the indexes of both conversations of each pair: 2 n and 2 n + 1 for pair n."""
     indexes = []
     for pair in pairs:
         indexes += [2 * pair, 2 * pair + 1]
@@ -176,14 +208,16 @@ def _conversations_of_pairs(pairs: list[int]) -> list[int]:
 def too_long(
     conversations: Sequence[Conversation], sequence_length: int, *, pairs: bool = False
 ) -> int:
-    """Return how many conversations, or pairs of them, `pack` would refuse."""
+    """Return how many conversations, or pairs with `pairs`, are too long for a row."""
     return int(np.sum(_lengths(conversations, pairs) > sequence_length))
 
 
 def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
-    """Return the column of the log-probabilities under the policy that sampled.
+    """Return the values of the column `sampled_log_probs`, one list for each conversation.
 
-    They are those that its engine stored; 0 for a turn without any.
+    Each list has one number for each token: the log-probability that the engine stored when it
+    sampled the token. The tokens of a turn that the engine did not sample, such as a prompt, have
+    0. Raises UserError if a trained turn has no log-probabilities.
     """
     column = []
     for conversation in conversations:
@@ -191,8 +225,8 @@ def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]
         for turn in conversation.turns:
             if turn.trained and turn.logprobs is None:
                 raise UserError(
-                    f"a trained turn of {len(turn.token_ids)} tokens carries no log-probabilities: "
-                    "train on turns that an engine sampled, or score them (Trainer.score)"
+                    f"a trained turn of {len(turn.token_ids)} tokens has no log-probabilities: "
+                    "train on turns that an engine sampled, or score them with Trainer.score"
                 )
             values += turn.logprobs or [0.0] * len(turn.token_ids)
         column.append(values)
@@ -202,7 +236,7 @@ def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]
 def _lengths(
     conversations: Sequence[Conversation], pairs: bool
 ) -> Int[np.ndarray, "conversations_or_pairs"]:
-    """Return the tokens of each conversation, or of each pair."""
+    """Return the length of each conversation in tokens, or with `pairs` of each pair."""
     lengths = np.zeros(len(conversations), np.int64)
     for index, conversation in enumerate(conversations):
         lengths[index] = sum(len(turn.token_ids) for turn in conversation.turns)
@@ -214,21 +248,23 @@ def _assign(
     sequence_length: int,
     order: Int[np.ndarray, "conversations"],
 ) -> list[list[int]]:
-    """Return the indexes of each row's conversations.
+    """Return the indexes of the conversations, or pairs, that each row holds.
 
-    They are packed first-fit decreasing in each window of `order`.
+    `lengths` are in tokens, and `order` is the shuffled order of the indexes. Each window of it is
+    packed first-fit decreasing.
     """
     rows: list[list[int]] = []
     for start in range(0, len(order), WINDOW_CONVERSATIONS):
-        # The longest come first. A stable sort keeps the shuffled order among equal lengths.
+        # Sort by length, longest first. A stable sort keeps the shuffled order of equal lengths.
         window = order[start : start + WINDOW_CONVERSATIONS]
         window = window[np.argsort(-lengths[window], kind="stable")]
 
-        # One row for each conversation always suffices.
+        # Start with one empty row for each conversation: a window never needs more.
         free_tokens = np.full(len(window), sequence_length)
         window_rows: list[list[int]] = [[] for _ in window]
         for index in window:
-            row = int(np.argmax(free_tokens >= lengths[index]))  # the first one with room
+            # argmax returns the first row that has room.
+            row = int(np.argmax(free_tokens >= lengths[index]))
             free_tokens[row] -= lengths[index]
             window_rows[row].append(int(index))
         rows.extend(row for row in window_rows if row)
@@ -241,7 +277,11 @@ def _fill(
     sequence_length: int,
     columns: Mapping[str, Any],
 ) -> PackedRows:
-    """Return the rows that hold these conversations, by their indexes."""
+    """Return the arrays of rows whose conversations are assigned.
+
+    `rows` holds the indexes of the conversations of each row. `columns` has the values of each
+    column, as for `pack`.
+    """
     shape = (len(rows), sequence_length)
     packed = PackedRows(
         tokens=np.zeros(shape, np.int32),
@@ -260,7 +300,7 @@ def _fill(
             packed.segment_ids[row, slots] = segment
             packed.positions[row, slots] = np.arange(len(token_ids))
             packed.loss_mask[row, slots] = conversations[index].loss_mask
-            # Nothing stands before the first token that could predict it.
+            # The first token of a conversation has no token before it that could predict it.
             packed.loss_mask[row, start] = False
             packed.placements[index] = row, start
             for name, values in columns.items():

@@ -1,9 +1,12 @@
-"""A window of training steps under JAX's profiler (`--profile.steps 20 25`).
+"""Trace a window of training steps with JAX's profiler (`--profile.steps 20 25`).
 
-The trace is written into the run directory, once for each start of the program. It begins before
-the first step of the window is dispatched and ends when the last one is done on the device. The
-phase is the first that reaches the window, or the one that `--profile.phase` names. A phase that
-cannot show the whole window says so. docs/reference/metrics.md says how to open the trace.
+The trace begins before the first step of the window is dispatched. It ends when the devices have
+finished the last step. The traced phase is the one that `--profile.phase` names, or else the first
+phase that trains the whole window. A phase that does not train the whole window prints a line that
+says why.
+
+The trace is written into the run directory. Each start of the program writes at most one trace.
+docs/reference/metrics.md explains how to open it.
 """
 
 import contextlib
@@ -16,13 +19,16 @@ import jax
 from mujica_jax.config.schema import ProfileConfig
 from mujica_jax.storage.run_directory import RunPath
 
+# Folder for traces in the run directory.
 FOLDER = "profile"
 
 
 class ProfileWindow:
-    """The window of one run.
+    """The window of steps that a run traces.
 
-    `methods.run` asks it how many steps to train at a stretch, and calls it before and after.
+    The loop that trains a phase opens the window with `of_phase`. It trains a few steps at a time:
+    `until` limits how many, so that the window is not cut. It calls `before` before these steps and
+    `after` after them.
     """
 
     def __init__(
@@ -31,18 +37,19 @@ class ProfileWindow:
         self._steps = config.steps
         self._phase = config.phase
         self._say = say
-        # The profiler writes to local disk: where the run is in a bucket, into the folder that it
-        # was started in.
+        # The profiler can only write to local disk. For a run in a bucket it writes into the
+        # current directory.
         self._directory = (directory if isinstance(directory, Path) else Path()) / FOLDER
-        self._open: tuple[int, int] | None = None  # the window, while a phase that shows it trains
+        # First and last step of the window, while a phase that will be traced trains.
+        self._open: tuple[int, int] | None = None
         self._is_tracing = False
         self._phase_name = ""
 
     @contextlib.contextmanager
     def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
-        """Open the window for a phase that goes from step `done` to `steps`.
+        """Open the window for a phase that has made `done` of its `steps` steps.
 
-        A trace that an error or a signal interrupts is ended and kept.
+        If an error or a signal ends the phase during the trace, the trace is stopped and written.
         """
         self._phase_name = name
         self._open = self._window(name, done, steps)
@@ -54,7 +61,11 @@ class ProfileWindow:
                 self._stop(f"ended early, in {name}")
 
     def until(self, done: int, until: int) -> int:
-        """Return how far a stretch of steps may go, so that it begins or ends with the window."""
+        """Return up to which step to train next.
+
+        This is `until`, or an earlier step at which the window begins or ends. `done` steps are
+        made.
+        """
         if self._open is None:
             return until
         first, last = self._open
@@ -62,36 +73,38 @@ class ProfileWindow:
         return min([until, *borders])
 
     def before(self, done: int) -> None:
-        """Start the trace if the next step is the first of the window.
+        """Start the trace if the next step is the first step of the window.
 
-        `done` steps are made, and the next one is about to be dispatched.
+        `done` steps are made, and the next step has not been dispatched yet.
         """
         if self._open is not None and done == self._open[0] - 1:
             jax.profiler.start_trace(self._trace_folder())
             self._is_tracing = True
 
     def after(self, done: int, state: Any) -> None:
-        """Stop the trace if the window's last step is made.
+        """Stop the trace if the last step of the window is made.
 
-        `done` steps are made, and `state` is the result of the last one.
+        `done` steps are made, and `state` is the result of the last step. The function waits until
+        the devices have computed it.
         """
         if self._is_tracing and self._open is not None and done >= self._open[1]:
             jax.block_until_ready(state)
-            self._steps = None  # A run has one trace.
+            # A run has only one trace.
+            self._steps = None
             self._open = None
             self._stop("traced")
 
     def close(self) -> None:
-        """Print at the end of a run if the window never came."""
+        """Print a line at the end of a run if no phase trained the whole window."""
         if self._steps is not None:
-            where = "no phase" if self._phase is None else f"no phase {self._phase}"
+            where = "no phase" if self._phase is None else f"no phase named {self._phase}"
             self._say(
-                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained "
-                "these steps from their beginning, and nothing was traced"
+                f"profile.steps {self._steps[0]} {self._steps[1]}: nothing was traced, because "
+                f"{where} of this run trained all of these steps"
             )
 
     def _window(self, name: str, done: int, steps: int) -> tuple[int, int] | None:
-        """Return the window if this phase shows it whole, and say why where it does not."""
+        """Return the window if this phase trains all of its steps, else print why not."""
         if self._steps is None or self._phase not in (None, name):
             return None
         first, last = self._steps
@@ -103,17 +116,19 @@ class ProfileWindow:
             return None
         if done >= first:
             self._say(
-                f"{name} goes on after step {done} and profile.steps is {first} {last}: this phase "
-                "is not traced"
+                f"{name} continues after step {done} and profile.steps is {first} {last}: this "
+                "phase is not traced"
             )
             return None
         return first, last
 
     def _trace_folder(self) -> Path:
+        """Return the folder for the trace of the current phase."""
         return self._directory / self._phase_name.replace(" ", "-")
 
     def _stop(self, reason: str) -> None:
+        """Stop the trace and print where it was written."""
         self._is_tracing = False
         jax.profiler.stop_trace()
-        assert self._directory.exists(), "the profiler writes where it was told to"
+        assert self._directory.exists(), f"the profiler has not written to {self._directory}"
         self._say(f"profile.steps: {reason}; the trace is in {self._trace_folder()}")

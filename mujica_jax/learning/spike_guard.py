@@ -1,17 +1,18 @@
-"""Loss spikes: skip and count updates whose loss or gradient norm stands out.
+"""Loss spikes: skip and count updates whose loss or gradient norm is unusually large.
 
-    skip where  x > mean + deviations * max(deviation, mean / 100)
+    skip if  x > mean + deviations * max(deviation, mean / 100)
 
-Here x is the loss, or the gradient norm before clipping. Mean and standard deviation are over the
-updates that this phase has made. Until there are `window` of them they weigh the same; after that,
-weights fade by 1 / window an update. Before there are `window` updates nothing is skipped, because
-the usual values are not known yet. Because of the floor of a hundredth, a loss that hardly moves
-has no spikes.
+x is the loss, or the gradient norm before clipping. `mean` and `deviation` are the mean and the
+standard deviation of x over the updates that this phase has made. The first `window` updates all
+have the same weight. After them, each new update has the weight 1 / window, and older ones fade.
+Nothing is skipped before there are `window` updates, because the usual values are not known yet.
+The lower bound mean / 100 keeps small changes of a nearly constant loss from counting as spikes.
 
-A skipped update leaves parameters, moments and statistics as they were, bit for bit. The step
-counts, so the next batch and the next learning rate follow. All of it happens inside the compiled
-step (`learning.trainer`). The host reads the counts with the step's other metrics. After too many
-skips in a row it ends the run, because then the run is broken and not a batch.
+A skipped update leaves parameters, moments and statistics as they are, bit for bit. The step still
+counts, so the next step has the next batch and the next learning rate. All of this happens inside
+the compiled step (`learning.trainer`). The host reads the counts with the other metrics of the
+step. After too many skips in a row it ends the run, because then the run is at fault and not a
+single batch.
 """
 
 from typing import Any, NamedTuple
@@ -22,30 +23,32 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 
-MIN_DEVIATION = 0.01  # as a share of the mean
+# Lower bound of the standard deviation, as a share of the mean.
+MIN_DEVIATION = 0.01
 
 
 class Spikes(NamedTuple):
-    """Statistics of the updates of a phase, and counts of the skipped ones.
+    """Statistics of the updates of a phase, and counts of the skipped updates."""
 
-    Each pair is (loss, gradient norm).
-    """
-
-    updates: Int[Array, ""]  # made in this phase
+    # Number of updates that this phase has made, without the skipped ones.
+    updates: Int[Array, ""]
+    # Mean and variance of (loss, gradient norm) over these updates.
     mean: Float[Array, "2"]
     variance: Float[Array, "2"]
-    skipped: Int[Array, ""]  # in this phase
-    in_a_row: Int[Array, ""]  # skipped since the last update
+    # Number of updates that this phase has skipped.
+    skipped: Int[Array, ""]
+    # Number of updates skipped since the last one that was made.
+    in_a_row: Int[Array, ""]
 
 
 class TooManySpikesError(UserError):
-    """Update after update stands out: the run, or its threshold, is broken."""
+    """Too many updates in a row were skipped as spikes."""
 
 
 def no_spikes() -> Spikes:
     """Return the statistics at the beginning of a phase.
 
-    A step takes over their buffers, so no two fields are one array.
+    Each field is an array of its own, because a training step reuses the buffer of each field.
     """
     return Spikes(
         updates=jnp.zeros((), jnp.int32),
@@ -64,7 +67,11 @@ def detect_spike(
     deviations: float,
     window: int,
 ) -> tuple[Bool[Array, ""], Spikes]:
-    """Return whether this update is skipped, and the statistics after it."""
+    """Return whether this update has to be skipped, and the statistics after it.
+
+    An update is a spike if its loss or its gradient norm is more than `deviations` standard
+    deviations above the mean. `window` is the number of updates that the statistics look back on.
+    """
     values = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     deviation = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)
     has_window = spikes.updates >= window
@@ -84,14 +91,14 @@ def detect_spike(
 
 
 def raise_if_too_many(values: dict[str, Any], *, step: int, max_skips: int) -> None:
-    """Raise TooManySpikesError if too many updates in a row were skipped.
+    """Raise TooManySpikesError if more than `max_skips` updates in a row were skipped.
 
-    `values` are the metrics of step `step`. More than `max_skips` are too many.
+    `values` are the metrics of step `step`.
     """
     if values["skipped_in_a_row"] > max_skips:
         raise TooManySpikesError(
             f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was "
-            f"skipped, with loss {values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, "
-            f"and trainer.max_skips_in_a_row is {max_skips}: lower the learning rate or raise "
-            "trainer.spike_deviations"
+            f"skipped as a spike, with loss {values['loss']:.4g} and gradient norm "
+            f"{values['grad_norm']:.4g}, and trainer.max_skips_in_a_row is {max_skips}: lower the "
+            "learning rate or raise trainer.spike_deviations"
         )

@@ -1,18 +1,23 @@
-"""Figures of a training step that the step itself does not compute: speed and memory.
+"""Speed and memory of training steps, for the training log.
 
-The speed is also given as a share of the machine's peak. All of this is arithmetic on the host, on
-numbers that are there already: nothing here waits for a device. Called by the methods for steps
-that are logged. Floating-point operations are counted by formula, without those that are
-recomputed:
+The host computes all figures from numbers that it already has, so nothing here waits for a device.
+The methods call this module for steps that are logged.
+
+The speed is also given as a share of the peak of the devices (model FLOPs utilisation, MFU).
+Floating-point operations of a step are counted by this formula, without those that
+rematerialisation computes again:
 
     slots x 6 x weights of the layers
     + trained tokens x 6 x weights of the head
     + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
 
-The 6: a multiply-add is two operations, and the backward pass costs twice the forward pass.
-Untrained positions never meet the head. With LoRA a frozen weight has no gradient of its own and
-counts 4 in the place of 6; the adapters beside it count 6. What XLA says of a program is not used:
-it counts the body of a scan once.
+How to read it: a slot is one place of a row, and padding counts too. A multiply-add is two
+operations, and the backward pass costs twice the forward pass, which makes 6 for each weight. The
+head is computed only for trained tokens. The last line is attention: length x (length + 1) / 2 is
+the number of pairs of a token and a token that it attends to.
+
+With LoRA a frozen weight needs no gradient of its own and counts 4 instead of 6. The weights of the
+adapters count 6. XLA's own count is not used, because it counts the body of a scan only once.
 """
 
 import math
@@ -31,28 +36,29 @@ from mujica_jax.runtime.chips import peak_flops_per_second
 from mujica_jax.runtime.compilation_cache import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 
-# Operations per weight and token.
+# Floating-point operations of the forward and the backward pass, per weight and token.
 TRAINED = 6.0
 FROZEN = 4.0
 
 
 class Throughput:
-    """Figures of one phase's steps.
+    """The speed of the steps of one phase.
 
-    Tokens and operations of a step are those of the average step over the phase's rows.
+    Every step counts as many tokens and floating-point operations as an average step of the phase.
     """
 
     def __init__(
         self, trainer: Trainer, rows: PackedRows, *, done: int, seconds: Callable[[], float]
     ) -> None:
-        """Start to measure after `done` steps.
+        """Start to measure, after the phase has made `done` steps.
 
-        `seconds` returns the seconds that learning has taken so far, without compiling and saving.
+        `rows` are all rows of the phase. `seconds` returns how many seconds training has taken so
+        far, without the time for compiling and saving.
         """
         config = trainer.config
         self._devices = trainer.mesh.size
 
-        # A step's share of all rows; above 1 where a step sees rows several times.
+        # Rows of a batch, as a share of all rows. Above 1 if a batch has some rows several times.
         step_share = config.batch_size / rows.num_rows
         tokens = int(np.count_nonzero(rows.segment_ids))
         self._step_tokens = step_share * tokens
@@ -69,14 +75,17 @@ class Throughput:
         }
         self._peak_flops = peak_flops_per_second(list(trainer.mesh.devices.flat), config.dtype)
 
-        # State at the last reading.
+        # Values at the last call of `of`.
         self._seconds = seconds
         self._last_programs = compile_counter().programs
         self._last_step = done
         self._last_seconds = seconds()
 
     def of(self, metrics: StepMetrics) -> dict[str, float | int]:
-        """Return the figures of a step. Speeds are those since the last call."""
+        """Return the figures for the metrics of a step, by their names in the training log.
+
+        Speeds are averages since the last call.
+        """
         programs = compile_counter().programs
         seconds = self._seconds()
         steps_per_second = (metrics.step - self._last_step) / max(
@@ -97,9 +106,10 @@ class Throughput:
 
 
 def memory() -> dict[str, float | int]:
-    """Return the peak of memory so far, in bytes.
+    """Return the peak of memory use so far, in bytes, by the names in the training log.
 
-    The figures are of this process, and of its fullest device if devices report theirs.
+    `host_peak_bytes` is the peak of this process. `device_peak_bytes` is the highest peak of its
+    devices, and is left out if they do not report their memory.
     """
     figures: dict[str, float | int] = {"host_peak_bytes": peak_bytes()}
     device_peaks = []
@@ -120,10 +130,11 @@ def training_flops(
     pairs: float | int,
     lora_rank: int = 0,
 ) -> float:
-    """Return the floating-point operations of one step.
+    """Return the floating-point operations of one step, by the formula of this module.
 
-    `slots` counts all places of its rows, padding included; `pairs` is the number that
-    `attended_pairs` counts. A `lora_rank` above 0 means that only adapters are trained.
+    `slots` is the number of places in its rows, with padding. `trained_tokens` is the number of its
+    trained tokens, and `pairs` the number that `attended_pairs` returns. If `lora_rank` is above 0,
+    only adapters are trained.
     """
     matrices = projections(model)
     flops_per_weight = FROZEN if lora_rank else TRAINED
@@ -138,9 +149,10 @@ def training_flops(
 
 
 def attended_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
-    """Count the pairs of a token and a token that it attends to, itself included.
+    """Return the number of pairs of a token and a token that it attends to, itself included.
 
-    `segment_ids` number the conversations of each row, and 0 marks padding.
+    This is the sum over conversations of length x (length + 1) / 2. `segment_ids` number the
+    conversations of each row, and 0 marks padding.
     """
     total = 0
     for row in segment_ids:

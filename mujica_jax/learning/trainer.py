@@ -1,32 +1,38 @@
-"""The trainer: one compiled step of a loss on packed rows, and the loop around it.
+"""The trainer: one compiled training step on packed rows, and the loop around it.
 
-The losses are in `learning.losses`.
+`Trainer` holds the compiled functions of a model, a loss and a device mesh. `TrainState` holds the
+weights and the optimiser state. `fit` is the loop. The methods use all three. The losses are in
+`learning.losses`.
 
-The loop's order is fixed:
+Each iteration of the loop does four things, in this order:
 
-    1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose
-       place is saved with the state;
-    3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not
-       finite, and too many spikes (`learning.spike_guard`), end the run here.
+1. Stop if `should_stop` returns True.
+2. Read the batch of this step. It is a pure function of (seed, step). It comes from an iterator
+   whose place is saved with the state (`learning.batches`).
+3. Dispatch the step to the devices, without waiting for its result.
+4. Read the metrics of the step before, while this step runs. Raise an error, which ends the run, if
+   its loss or gradient norm is not finite. Also raise one if too many updates in a row were skipped
+   as spikes (`learning.spike_guard`).
 
-The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it
-returns is never broken and may be saved. A run restored from there continues with exactly the
-batches it would have seen. The caller decides when to save by calling `fit` for a few steps at a
-time.
+`fit` reads the metrics of its last step before it returns, and reads no batch beyond that step. So
+the state that it returns has passed the checks of point 4 and may be saved. A run that is restored
+from this state continues with exactly the batches that it would have seen. The caller decides when
+to save by calling `fit` for a few steps at a time.
 
-The step is compiled once a process for each (rows, sequence_length), shared by all phases and all
-trainers of one model and loss: the learning-rate schedule is an argument. Parameters, optimiser
-state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+Compilation: a process compiles the step once for each (batch size, sequence length). All phases,
+and all trainers of the same model, configuration and loss, share the compiled step. The
+learning-rate schedule is an argument of it. Parameters, optimiser state and batches are sharded
+over the mesh (data, fsdp, tensor).
 
-With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The
-gradients of the parts, each divided by what the loss counts in the whole batch, add up in float32
-to the gradient of the whole; activations take the memory of one part.
+Gradient accumulation: with `accumulation_steps` above 1, the rows of a batch go through the model
+in that many parts inside the step. The gradient of each part is already divided by a count of the
+whole batch (`learning.losses.loss`). The gradients add up in float32 to the gradient of the batch.
+Activations need the memory of one part.
 
-With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and
-decay: its own weights go through a step untouched, bit for bit. What leaves the trainer (`policy`,
-`decoder`) is a plain decoder with the adapters merged into its weights.
+LoRA: with `lora_rank` above 0, the decoder gets adapters (`models.lora`). Only the adapters have
+gradients, moments and weight decay. The decoder's own weights stay the same, bit for bit.
+`Trainer.policy` and `Trainer.decoder` return a plain decoder, with the adapters merged into its
+weights.
 """
 
 import dataclasses
@@ -65,37 +71,47 @@ from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
 from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
 
-# (trained parameters, batch or part of one) -> ((loss, metrics), gradient)
+# (trained parameters, batch or part of a batch) -> ((loss, metrics), gradient)
 LossAndGradient = Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]]
 
 
 class TrainState(NamedTuple):
-    """All that a step changes.
+    """Everything that a training step changes.
 
-    `Trainer.train_step` consumes it: its buffers are reused for the next state.
+    `Trainer.train_step` consumes a state: it reuses the buffers for the next state.
     """
 
-    # Updates made in this phase. The schedule and the order of batches count from its start.
+    # Number of steps made in this phase. Schedule and batches count from the start of the phase.
     step: Int[Array, ""]
-    params: nnx.State  # with LoRA: the frozen weights and the adapters
-    opt_state: Any  # of what is trained
-    spikes: Any = ()  # `learning.spike_guard.Spikes` where the configuration asks for it
+    # All weights of the decoder. With LoRA these are the frozen weights and the adapters.
+    params: nnx.State
+    # State of the Optax transformation, for the trained parameters only.
+    opt_state: Any
+    # `learning.spike_guard.Spikes` if trainer.spike_deviations is above 0, else ().
+    spikes: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    step: int  # updates made, this one included
-    loss: float  # mean over the trained tokens, before the update
-    grad_norm: float  # before clipping
+    """The metrics of one training step, on the host."""
+
+    # Number of steps made in this phase, this step included.
+    step: int
+    # Loss of the batch before the update.
+    loss: float
+    # Norm of the whole gradient before clipping.
+    grad_norm: float
+    # Learning rate of this update.
     learning_rate: float
+    # Number of trained tokens in the batch.
     trained_tokens: int
-    # Updates of this phase that were spikes and were not made (`learning.spike_guard`).
+    # Number of updates of this phase that were skipped as spikes (`learning.spike_guard`).
     skipped: int = 0
-    # The metrics of the loss itself, by name.
+    # Counts and metrics of the loss, by name (`Loss.counts`, `Loss.of`).
     loss_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self) -> dict[str, float | int]:
-        """Return all but the step, under the names that the training log has."""
+        """Return everything but the step number, under the names of the training log."""
         values = {}
         for name, value in vars(self).items():
             if name not in ("step", "loss_metrics"):
@@ -105,10 +121,16 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitResult:
+    """The result of one call of `fit`."""
+
+    # State after the last step.
     state: TrainState
-    steps: int  # updates made in this phase
-    stopped: bool  # True if `should_stop` ended it early
-    input_state: dict[str, Any]  # the place in the data, for the checkpoint that holds `state`
+    # Number of steps made in this phase.
+    steps: int
+    # Whether `should_stop` ended the loop early.
+    stopped: bool
+    # State of the iterator over batches (`Batches.get_state`), to be saved with `state`.
+    input_state: dict[str, Any]
 
 
 class NotFiniteError(UserError):
@@ -116,9 +138,9 @@ class NotFiniteError(UserError):
 
 
 class Trainer:
-    """A model on a mesh with its compiled step.
+    """The compiled functions that train one model with one loss on a device mesh.
 
-    It holds no weights: they live in the `TrainState` that is passed from step to step.
+    The trainer holds no weights. They are in the `TrainState` that goes from step to step.
     """
 
     def __init__(
@@ -128,11 +150,12 @@ class Trainer:
         loss: Loss | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """Prepare the functions of a step. Each one is compiled at its first call.
+        """Prepare the functions. Each of them is compiled at its first call.
 
-        `loss` is by default maximum likelihood with `z_loss`. `devices` are by default those that
-        are here; they may be of a topology that is only compiled for. States know nothing of the
-        loss: trainers of one model pass them on to each other.
+        `loss` is by default maximum likelihood with the configured `z_loss`. `devices` are by
+        default all devices of this job. They may also be devices of a topology description, to
+        compile for hardware that this machine lacks. A `TrainState` does not depend on the loss, so
+        a trainer can continue with the state of another trainer of the same model.
         """
         check_rows(config)
         check_rank(model, config.lora_rank)
@@ -145,9 +168,9 @@ class Trainer:
         self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
-        """Return step 0 with a copy of the decoder's weights and an empty optimiser.
+        """Return the state at step 0: a copy of the decoder's weights and fresh optimiser state.
 
-        `seed` draws the adapters, if there are any.
+        With LoRA, `seed` determines the initial values of the adapters.
         """
         dtype = jnp.dtype(self.config.parameter_dtype)
         weights = jax.tree.map(lambda array: jnp.asarray(array, dtype), nnx.state(decoder))
@@ -156,10 +179,10 @@ class Trainer:
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """Return the same weights at step 0 of another schedule.
+        """Return the state at step 0 of the next phase, with the same weights.
 
-        Adam's moments are kept and still know the gradients. The usual loss has to be learnt
-        again.
+        Adam's moments stay, because they still describe the gradients. The statistics of the
+        spike guard start anew, because another phase has another usual loss.
         """
         shardings = self._program.shardings
         step = jax.device_put(np.int32(0), shardings.step)
@@ -169,16 +192,16 @@ class Trainer:
         return state._replace(step=step, spikes=spikes)
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, types and shardings of a state, without its arrays.
+        """Return the shapes, types and shardings of a state, without arrays.
 
-        A checkpoint is restored into it.
+        `Checkpoints.restore_latest` needs it as a template.
         """
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
-        """Return the weights of a plain decoder, adapters merged in.
+        """Return the weights of a plain decoder, with the adapters merged into them.
 
-        They may share memory with `state`: copy what is to outlive it.
+        They may share memory with `state`. Copy them if they are needed after the next step.
         """
         if not self.config.lora_rank:
             return state.params
@@ -186,29 +209,30 @@ class Trainer:
             return self._program.policy(state.params)
 
     def decoder(self, state: TrainState) -> Decoder:
-        """Return a decoder with its own memory, so that training may go on while it samples."""
+        """Return a decoder with a copy of the weights, so that it can sample during training."""
         weights = jax.tree.map(jnp.copy, self.policy(state))
         return nnx.merge(self._program.policy_graph, weights)
 
     def train_step(
         self, state: TrainState, batch: Batch, schedule: Schedule
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Make one update with this process's `own_rows` of a batch.
+        """Make one update and return the next state and the metrics.
 
-        Returns at once, with metrics that are still being computed. `state` cannot be used
-        again.
+        `batch` holds the rows that this process reads (`own_rows`). The call returns at once, while
+        the devices still compute the results. It consumes `state`, which cannot be used again.
         """
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
     def own_rows(self) -> Int[np.ndarray, " own"]:
-        """Return which rows of a step's batch this process has to bring."""
+        """Return the indexes, within a batch, of the rows that this process has to read."""
         return own_rows(self.config.batch_size, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """Lower one update of the configured batch for the mesh, without any array.
+        """Return one update of the configured batch size, lowered for the mesh.
 
-        `.compile()` of the result needs no device.
+        This makes no arrays. The result's `.compile()` works for a topology description, too,
+        without its devices.
         """
         shape = (self.config.batch_size, self.config.sequence_length)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
@@ -228,10 +252,10 @@ class Trainer:
             return step.lower(self._program.abstract_state, batch, constant_rate)
 
     def batches(self, rows: PackedRows, *, seed: int, step: int = 0) -> Batches:
-        """Return this process's batches of a fit over `rows`, beginning with the one of `step`.
+        """Return an iterator over this process's part of the batches, from step `step` on.
 
-        `seed` shuffles the rows. After a restart, `Batches.set_state` goes to the place that a
-        checkpoint names. Raises UserError if there are no rows.
+        `seed` shuffles the rows. After a restart, pass the `input_state` of the checkpoint to
+        `Batches.set_state`. Raises UserError if there are no rows.
         """
         batches = Batches(
             rows,
@@ -244,13 +268,14 @@ class Trainer:
         return batches
 
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
-        """Return log p of every token given its prefix in its segment.
+        """Return the log-probability of every token given the tokens before it in its segment.
 
-        It is 0 for padding and for the first token of a segment.
+        Padding and the first token of each segment have 0.
         """
         log_probs = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.batch_size):
-            # A last batch that is short continues with the first rows, to keep its shape.
+            # A last batch that would be short is filled up with the first rows. So all batches have
+            # the same shape.
             row_numbers = np.arange(start, start + self.config.batch_size)
             batch = rows.batch(row_numbers[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
@@ -272,20 +297,23 @@ def fit(
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase.
+    """Train from `state.step` until this phase has made `steps` steps.
 
-    `batches` are those of `Trainer.batches`; the batch of `state.step` must come next. `on_step`
-    sees every step once, in order. `should_stop` is asked before each step and ends the loop.
+    `batches` comes from `Trainer.batches`, and the batch of step `state.step` must be its next.
+    `on_step` is called once for each step, in order. `should_stop` is called before each step, and
+    True ends the loop. Raises NotFiniteError if a loss or a gradient norm is not finite, and
+    TooManySpikesError if too many updates in a row are skipped.
     """
     steps_done = int(state.step)
     assert batches.next_step == steps_done, (
-        f"the batch of step {batches.next_step} comes next and the state has made {steps_done} "
-        "steps: make the batches with step=int(state.step)"
+        f"the next batch is that of step {batches.next_step}, and the state is at step "
+        f"{steps_done}: make the batches with step=int(state.step)"
     )
 
     max_skips = trainer.config.max_skips_in_a_row
     stopped = False
-    unread: tuple[int, dict[str, Array]] | None = None  # number and metrics of the last step
+    # Number and metrics of the last step, until they are read.
+    unread: tuple[int, dict[str, Array]] | None = None
     while steps_done < steps:
         stopped = should_stop()
         if stopped:
@@ -306,24 +334,30 @@ def fit(
 
 
 def steps_of_epochs(num_rows: int, batch_size: int, epochs: int) -> int:
-    """Return the number of steps in which every row is seen at least `epochs` times."""
+    """Return how many steps it takes until every row has been in `epochs` batches.
+
+    This is num_rows * epochs / batch_size, rounded up.
+    """
     return -(-num_rows * epochs // batch_size)
 
 
 def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetrics:
-    """Wait for a step's metrics and check that the run may go on."""
+    """Wait for the metrics of a step, check them, and return them.
+
+    Raises NotFiniteError or TooManySpikesError if the run has to end.
+    """
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFiniteError(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the "
-            "run ends before this is saved; lower the learning rate or start from another "
+            "run ends and does not save this step; lower the learning rate or start from another "
             "checkpoint"
         )
     if "skipped" in values:
         raise_if_too_many(values, step=step, max_skips=max_skips)
         del values["skipped_in_a_row"]
 
-    # The rest are counts and metrics of the loss.
+    # The values that remain are counts and metrics of the loss.
     return StepMetrics(
         step=step,
         loss=values.pop("loss"),
@@ -337,24 +371,27 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """The parts of an update of one model, besides its state, its batch and its schedule."""
+    """The fixed inputs of `train_step`, which are the same for all steps of a trainer."""
 
     config: TrainerConfig
     loss: Loss
     mesh: Mesh
-    policy_graph: nnx.GraphDef[Decoder]  # of a plain decoder
-    graph: nnx.GraphDef[Decoder]  # of the decoder that is trained, with adapters if there are any
+    # Structure of a plain decoder.
+    policy_graph: nnx.GraphDef[Decoder]
+    # Structure of the decoder that is trained. With LoRA it has adapters.
+    graph: nnx.GraphDef[Decoder]
     optimizer: optax.GradientTransformation
+    # Implementation of attention for the mesh's platform.
     attention: Implementation
 
 
 def make_train_step(
     model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
 ) -> TrainStep:
-    """Return what an update of a model on a mesh needs. No array is made."""
+    """Return the fixed inputs of `train_step` for a model on a mesh. This makes no arrays."""
     plain = _abstract_decoder(model, config)
     trained = nnx.eval_shape(lambda: _with_adapters(plain, config, seed=0))
-    # By the mesh's platform, which need not be the one that compiles.
+    # The mesh decides, not this machine: it may belong to a topology description.
     platform = mesh.devices.flat[0].platform
     if platform in ("cuda", "rocm"):
         platform = "gpu"
@@ -372,9 +409,10 @@ def make_train_step(
 def train_step(
     setup: TrainStep, state: TrainState, batch: Batch, schedule: Schedule
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Return the state after one update, and its metrics: a pure function, compiled by `_program`.
+    """Return the state after one update, and the metrics of the update.
 
-    If the update is a spike (`learning.spike_guard`), parameters and optimiser state stay.
+    This is a pure function, which `_program` compiles. If the update is a spike
+    (`learning.spike_guard`), it is skipped: parameters and optimiser state stay the same.
     """
     config = setup.config
     trained, frozen = _split(state.params, config)
@@ -388,7 +426,7 @@ def train_step(
         parts = _parts(batch, config.accumulation_steps, setup.mesh)
         (loss, metrics), gradient = _accumulated(loss_and_gradient, trained, parts)
 
-    # The update. In float32, so that the second moment and the directions are float32.
+    # Compute the update in float32. The second moment and the direction then are float32 too.
     gradient = optax.tree.cast(gradient, jnp.float32)
     wide_params = optax.tree.cast(trained, jnp.float32)
     direction, opt_state = setup.optimizer.update(gradient, state.opt_state, wide_params)
@@ -400,7 +438,7 @@ def train_step(
     metrics["grad_norm"] = optax.global_norm(gradient)
     metrics["learning_rate"] = rate
 
-    # A spike is skipped. The old values are selected, not mixed, so that they stay bit for bit.
+    # Skip a spike: select the old values, so that they stay the same bit for bit.
     spikes = state.spikes
     if config.spike_deviations:
         is_spike, spikes = detect_spike(
@@ -426,9 +464,10 @@ def train_step(
 
 
 def _loss_and_gradient(setup: TrainStep, frozen: nnx.State, counts: Counts) -> LossAndGradient:
-    """Return a function that gives ((loss, metrics), gradient).
+    """Return a function that computes ((loss, metrics), gradient).
 
-    Its arguments are the trained parameters and a batch, or a part of a batch.
+    Its arguments are the trained parameters and a batch, or a part of a batch. `counts` are the
+    counts of the whole batch.
     """
 
     def loss(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
@@ -441,10 +480,10 @@ def _loss_and_gradient(setup: TrainStep, frozen: nnx.State, counts: Counts) -> L
 
 
 def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
-    """Return the rows in `count` parts, [count, rows / count, time].
+    """Cut the arrays of a batch from [rows, time] into [count, rows / count, time].
 
-    Part n has every count-th row from n on, so that each device cuts what it holds and no row
-    moves.
+    Part n has the rows n, n + count, n + 2 count, and so on. So each device cuts the rows that it
+    holds, and no row moves to another device.
     """
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 
@@ -458,9 +497,9 @@ def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
 def _accumulated(
     loss_and_gradient: LossAndGradient, trained: nnx.State, parts: Batch
 ) -> tuple[tuple[Array, dict[str, Array]], nnx.State]:
-    """Return loss, metrics and gradient summed over all parts.
+    """Return loss, metrics and gradient of a batch, as the sums over its parts.
 
-    Each part is divided by a count of the whole batch already.
+    The loss of each part is already divided by a count of the whole batch.
     """
 
     def add_part(
@@ -480,20 +519,23 @@ def _accumulated(
 
 
 def _split(params: nnx.State, config: TrainerConfig) -> tuple[nnx.State, nnx.State]:
-    """Return the parameters that are trained, and the others."""
+    """Return the parameters that are trained, and the frozen ones.
+
+    With LoRA the adapters are trained, else all parameters.
+    """
     trained_type = nnx.LoRAParam if config.lora_rank else nnx.Param
     trained, frozen = nnx.split_state(params, trained_type, ...)
     return trained, frozen
 
 
 def _abstract_decoder(model: DecoderConfig, config: TrainerConfig) -> Decoder:
-    """Return a plain decoder without its arrays."""
+    """Return a plain decoder with shapes and types in place of arrays."""
     dtype = jnp.dtype(config.dtype)
     return nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=dtype))
 
 
 def _with_adapters(decoder: Decoder, config: TrainerConfig, seed: Any) -> Decoder:
-    """Return the decoder that is trained: with fresh adapters if the configuration has a rank."""
+    """Return the decoder that is trained: with fresh adapters if `lora_rank` is above 0."""
     if not config.lora_rank:
         return decoder
     key = jax.random.key(seed)
@@ -501,7 +543,7 @@ def _with_adapters(decoder: Decoder, config: TrainerConfig, seed: Any) -> Decode
 
 
 def _empty_state(setup: TrainStep, weights: nnx.State, seed: Any) -> TrainState:
-    """Return step 0 with the weights of a plain decoder."""
+    """Return the state at step 0, from the weights of a plain decoder."""
     config = setup.config
     decoder = _with_adapters(nnx.merge(setup.policy_graph, weights), config, seed)
     params = nnx.state(decoder)
@@ -514,13 +556,13 @@ def _empty_state(setup: TrainStep, weights: nnx.State, seed: Any) -> TrainState:
 
 
 def _policy(setup: TrainStep, params: nnx.State) -> nnx.State:
-    """Return the weights of a plain decoder, adapters merged in."""
+    """Return the weights of a plain decoder, with the adapters merged into them."""
     decoder = nnx.merge(setup.graph, params)
     return nnx.state(merged(decoder, rank=setup.config.lora_rank, alpha=setup.config.lora_alpha))
 
 
 def _score(setup: TrainStep, params: nnx.State, batch: Batch) -> Float[Array, "rows time"]:
-    """Return log p of every token of a batch."""
+    """Return the log-probability of every token of a batch, as `Trainer.score`."""
     decoder = nnx.merge(setup.graph, params)
     return token_log_probs(decoder, batch, attention=setup.attention, remat=setup.config.remat)
 
@@ -529,11 +571,15 @@ def _score(setup: TrainStep, params: nnx.State, batch: Batch) -> Float[Array, "r
 class _Program:
     """The compiled functions of one model on one mesh, and the layout of their arguments."""
 
-    policy_graph: nnx.GraphDef[Decoder]  # of a plain decoder
+    # Structure of a plain decoder, and the sharding of each of its weights.
+    policy_graph: nnx.GraphDef[Decoder]
     policy_shardings: nnx.State
-    policy: Callable[[nnx.State], nnx.State]  # used where there are adapters
+    # Parameters with adapters -> weights with the adapters merged into them.
+    policy: Callable[[nnx.State], nnx.State]
+    # Shapes, types and shardings of a state, and the shardings alone.
     abstract_state: TrainState
     shardings: TrainState
+    # (weights of a plain decoder, seed of the adapters) -> state at step 0.
     empty_state: Callable[[nnx.State, np.uint32], TrainState]
     train_step: Callable[[TrainState, Batch, Schedule], tuple[TrainState, dict[str, Array]]]
     score: Callable[[nnx.State, Batch], Array]
@@ -541,10 +587,10 @@ class _Program:
 
 @functools.lru_cache(maxsize=8)
 def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh) -> _Program:
-    """Compile what is used of one model on one mesh.
+    """Return the functions of one model on one mesh, each compiled at its first call.
 
-    The result is kept for the life of the process, so that a second trainer of the same model
-    compiles nothing.
+    The process caches the result. So a second trainer of the same model, configuration, loss and
+    mesh compiles nothing.
     """
     setup = make_train_step(model, config, loss, mesh)
 
@@ -570,8 +616,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         abstract_state=abstract_state,
         shardings=shardings,
         empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),
-        # The state's layout is fixed on the way out, or the compiler might choose another one and
-        # compile again for it.
+        # Fix the sharding of the new state. Otherwise the compiler might choose another one, and
+        # the next step would be compiled again for it.
         train_step=jax.jit(
             functools.partial(train_step, setup),
             out_shardings=(shardings, replicated),

@@ -1,1 +1,1 @@
-"""The recipes: MyGO, GRPO and DAPO, EviPath, DecEx-RAG, and the supervised warm-up."""
+"""The training recipes: supervised warm-up, MyGO, GRPO and DAPO, EviPath, and DecEx-RAG."""

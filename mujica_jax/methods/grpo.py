@@ -1,40 +1,52 @@
-"""GRPO and DAPO: policy gradients from groups of attempts, on any agent.
+"""Train any agent with GRPO or DAPO: policy gradients that compare attempts at the same question.
 
-    1. sample   `group_size` attempts at each question of a batch, from the current policy;
-    2. refill   (dynamic sampling) groups whose rewards are all equal are left out, and the next
-                questions sampled, until the batch is full or `max_sampled_batches` are spent;
-    3. compare  an attempt's advantage is its reward against its group
-                (`losses.policy.group_advantages`);
-    4. score    the trainer's log-probabilities of the sampled tokens, before it learns, for the
-                importance weights, and the reference's for the KL term;
-    5. learn    the clipped objective of all conversations of the attempts, in several updates.
+All attempts at one question are a group. A group teaches something if its rewards differ. One round
+has five steps:
 
-These five are a round; every `rounds_per_evaluation` rounds the policy is committed and evaluated
-(a row of the table). Sources: GRPO, DeepSeekMath (arXiv 2402.03300); DAPO, arXiv 2503.14476; both
-on agents, "Learning When to Search", section 3.2, and Mujica-MyGO, section 3.2. What is ours:
+1. Sample: play `group_size` attempts at each question of a batch with the current policy.
+2. Refill (only with `dynamic_sampling`): drop the groups whose rewards are all equal, and sample
+   the next questions in their place. Stop when the batch is full, or when `max_sampled_batches`
+   batches of questions were sampled.
+3. Compare: compute the advantage of each attempt from its reward and the rewards of its group
+   (`losses.policy.group_advantages`).
+4. Score: compute log-probabilities of the sampled tokens before the policy learns. The trainer's
+   give the importance weights, and the reference policy's give the KL term.
+5. Learn: maximise the clipped objective over all conversations of the attempts, in one or several
+   updates.
 
-- A planner's and its workers' conversations all carry the advantage of their trajectory.
-- Without a group that teaches there is no update at all: with weight decay and momentum an update
-  of zero gradient would still move the weights.
-- Refilling asks for exactly as many questions as groups are missing, again and again; questions go
-  on in the task's order, from the beginning again when all are used, and no question comes twice in
-  one round.
-- The learning rate falls along one cosine over all rounds, each on its stretch; Adam's moments live
-  on.
-- An attempt whose search or judge failed is no member of its group. A group with fewer than two
-  members left is dropped and counted.
-- A turn that a length limit cut is learnt like any other, so what punishes a long attempt reaches
-  the turn itself.
-- "Learning When to Search" lists a KL coefficient of 1e-4 in its table 5, and its text says that
-  DAPO has none. DAPO has none by default (`kl_coefficient` 0); the configuration of the paper's 8B
-  run takes the table's.
-- The reference is the policy that the rounds began with, as it is committed (in the compute type).
-- At a sampling temperature other than 1 the ratio is to the policy without temperature, as
-  log-probabilities are.
-- A conversation longer than a training row is left out, and counted.
+DAPO differs from GRPO in three ways: it samples dynamically, it clips the ratio less strictly above
+1, and its loss is a mean over tokens instead of a mean over conversations.
 
-A killed run goes on: a round's shards, its scores (`scores.npy`), its checkpoint and `LEARNT.json`,
-which says that the round is over, are each found again.
+Every `rounds_per_evaluation` rounds the policy is committed and evaluated. Each evaluation is one
+row of the table that the run prints at its end.
+
+Sources: GRPO is from DeepSeekMath (arXiv 2402.03300), and DAPO from arXiv 2503.14476. Both are
+applied to agents in "Learning When to Search" (section 3.2) and Mujica-MyGO (section 3.2).
+
+Our own choices, where the papers differ or say nothing:
+
+- The planner's conversation and those of its workers all carry the advantage of their trajectory.
+- If no group teaches anything, the round makes no update. With weight decay and momentum, even an
+  update with zero gradient would move the weights.
+- Refilling samples one question for each missing group, and repeats this until the batch is full.
+  Questions come in the task's order and start again at the beginning when all are used. No question
+  comes twice in one round.
+- The learning rate follows one cosine over all rounds. Adam's moments carry over from round to
+  round.
+- If a search or the judge failed during an attempt, the attempt is left out of its group. A group
+  with fewer than two attempts left is dropped and counted.
+- A turn that a length limit cut off is learnt like any other. A penalty for a long attempt then
+  reaches the turn that made it long.
+- The KL coefficient is 0 by default, so DAPO has no KL term. "Learning When to Search" says the
+  same in its text, but lists 1e-4 in its table 5. Our configuration of the paper's 8B run uses the
+  value of the table.
+- The reference policy is the one before the first round, as it is committed (in the compute type).
+- Probability ratios are between policies at temperature 1, also when sampling uses another
+  temperature.
+- A conversation that is longer than a training row is left out and counted.
+
+If a run is killed, it continues where it stopped. A round stores its shards, its scores
+(`scores.npy`), its checkpoint and, when it is over, `LEARNT.json`.
 """
 
 import dataclasses
@@ -76,37 +88,59 @@ from mujica_jax.trajectories.select import (
 )
 from mujica_jax.trajectories.store import ShardEntry
 
-POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl
+# The phase under which metrics.jsonl has one line for each round.
+POLICY_GRADIENT = "policy_gradient"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearntRound:
-    """The record of a learnt round: `LEARNT.json`."""
+    """The record of a round that is over, as stored in `LEARNT.json`.
 
-    questions: int  # sampled: the next round begins behind them
+    Attributes:
+        questions: Number of sampled questions. The next round starts with the question after them.
+        trajectories: Number of sampled trajectories.
+        learnt: Number of these trajectories that were learnt.
+        steps: Number of updates.
+        forward_tokens: Number of tokens that went forward through a model, to sample or score them.
+        trained_slots: Number of token positions that went forward and backward, padding included.
+    """
+
+    questions: int
     trajectories: int
-    learnt: int  # trajectories of them
-    steps: int  # updates
-    forward_tokens: int  # that went through a model once: sampled, or scored
+    learnt: int
+    steps: int
+    forward_tokens: int
     trained_slots: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The samples of a round, ready for learning."""
+    """The samples of a round, ready for learning.
+
+    Attributes:
+        trajectories: All sampled trajectories.
+        groups: All sampled groups.
+        learnt: The groups that are learnt.
+        too_long: Number of conversations of learnt groups that are left out because they are longer
+            than a row.
+        rows: The packed conversations of the learnt groups. The column `advantages` holds the
+            advantage of each token's attempt, and `sampled_log_probs` the engine's log-probability
+            of each token.
+    """
 
     trajectories: list[Trajectory]
-    groups: list[Group]  # all that were sampled
+    groups: list[Group]
     learnt: list[Group]
-    too_long: int  # conversations of those that are learnt, left out because they exceed a row
-    rows: PackedRows  # with the columns `advantages` and `sampled_log_probs`, the engine's
+    too_long: int
+    rows: PackedRows
 
 
 def policy_gradient(run: Run) -> list[PhaseResult]:
-    """Run the warm-up and all rounds, then the control if it is asked for.
+    """Run the warm-up, all rounds, and the control run if `eval.control` asks for it.
 
-    Without a warm-up, the checkpoint is evaluated as it is. Finished rounds are read from the run
-    directory.
+    Return one result for each evaluation. Without a warm-up, the first result is the evaluation of
+    the checkpoint that the run starts from. Rounds that an earlier start finished are read from the
+    run directory.
     """
     state, warmed_up, demonstrations = begin(run)
     rounds = _run_rounds(run, state)
@@ -114,7 +148,10 @@ def policy_gradient(run: Run) -> list[PhaseResult]:
 
 
 def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
-    """Run all rounds, and return the result of every `rounds_per_evaluation` rounds."""
+    """Run all rounds, and return the results of their evaluations.
+
+    The policy is evaluated after every `rounds_per_evaluation` rounds, and after the last one.
+    """
     config = method_of(run, PolicyGradientConfig)
     reference = _Reference(run)
     results: list[PhaseResult] = []
@@ -128,7 +165,8 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
         if number % config.rounds_per_evaluation and number < config.rounds:
             continue
 
-        # The phase is complete: commit the policy and evaluate it.
+        # Commit: save the policy in the run directory, and evaluate it on held-out questions. The
+        # phase covers all rounds since the last evaluation.
         commit_policy(run, state, version=number)
         phase = Phase(name=f"round {number}", step=number)
         results.append(evaluation.finish(run, phase, state, cost))
@@ -139,20 +177,26 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
 def _run_round(
     run: Run, state: PhaseState, number: int, first_question: int, reference: GetState
 ) -> tuple[PhaseState, LearntRound]:
-    """Run one round, whose questions begin with `first_question`.
+    """Run one round, and return the state after it with the record of the round.
 
-    `reference` is the policy of the KL term.
+    `first_question` is the number of training questions that earlier rounds sampled: the round
+    starts with the question after them. `reference` returns the policy that the KL term compares
+    with. If an earlier start finished the round, its result is read from the run directory.
     """
     end_file = _end_file(number)
     if distributed.broadcast(end_file, lambda: run.store.exists(end_file)):
         return _finished_round(run, state, number, first_question, reference)
 
-    # Sample, refill and compare.
+    # Sample and refill: play groups of attempts, until enough groups can be learnt.
     trajectories = _sample_round(run, state, number, first_question)
+
+    # Compare: give each attempt the advantage of its reward over its group. Then check that engine
+    # and trainer compute the same log-probabilities for its tokens.
     rollout = compare_attempts(run, trajectories, number)
     mismatch.compare(run, state, trajectories, number, number - 1)
 
-    # Score and learn. Without a group that teaches nothing would be learnt.
+    # Score and learn: weight the sampled tokens, and maximise the clipped objective. If all
+    # advantages are zero, there is nothing to learn, and the state stays as it is.
     rows = None
     steps = 0
     next_state = state
@@ -162,12 +206,13 @@ def _run_round(
         next_state = learning.train(run, f"round {number}", state, rows, plan=plan)
         steps = plan.steps
 
-    # Write the round down.
+    # Record the round: print what went wrong, log its statistics, and mark it as over.
     _print_problems(run, rollout, number)
     learnt = _summarise_round(run, rollout, steps)
     run.metrics.write(POLICY_GRADIENT, number, {**figures(run, rollout, rows), "steps": steps})
     if distributed.is_primary():
-        run.metrics.flush()  # before the round counts as over: a restart skips it
+        # Write the metrics before the mark: a restart skips a round that is marked as over.
+        run.metrics.flush()
         run.store.write_json_once(end_file, dataclasses.asdict(learnt))
         if steps:
             remove_past_checkpoints(run)
@@ -178,10 +223,10 @@ def _run_round(
 def _finished_round(
     run: Run, state: PhaseState, number: int, first_question: int, reference: GetState
 ) -> tuple[PhaseState, LearntRound]:
-    """Return what a round left that an earlier start has finished.
+    """Return the state and the record of a round that an earlier start of the run finished.
 
-    Nothing else is read of it before its state is called for. Its checkpoint has that state. Only
-    where the checkpoint is damaged are its trajectories read, and learnt again.
+    Only the record is read here. The state is restored from the round's checkpoint when it is
+    needed. If that checkpoint is damaged, the round's trajectories are read and learnt again.
     """
     learnt = LearntRound(**run.store.read_json(_end_file(number)))
     if not learnt.steps:
@@ -202,7 +247,7 @@ def _finished_round(
 
 
 def _add_cost(cost: PhaseCost, learnt: LearntRound) -> None:
-    """Add what a round took to what its phase took."""
+    """Add the cost of a round to the cost of its phase."""
     cost.trajectories += learnt.trajectories
     cost.accepted += learnt.learnt
     cost.forward_tokens += learnt.forward_tokens
@@ -210,7 +255,7 @@ def _add_cost(cost: PhaseCost, learnt: LearntRound) -> None:
 
 
 def _end_file(number: int) -> str:
-    """Return the file that says that a round is over, and how it was learnt."""
+    """Return the name of the file that marks a round as over and holds its `LearntRound`."""
     return f"rounds/{number:04d}/LEARNT.json"
 
 
@@ -220,15 +265,15 @@ def _end_file(number: int) -> str:
 def _sample_round(
     run: Run, state: PhaseState, number: int, first_question: int
 ) -> list[Trajectory]:
-    """Return all trajectories of a round, including those of groups that teach nothing.
+    """Return all trajectories of a round, including those of groups that are not learnt.
 
-    They are sampled, or read where an earlier start sampled them.
+    If an earlier start sampled the round, its trajectories are read from the run directory.
     """
     finished = sampling.finished_round(run, number)
     if finished is not None:
         return finished.trajectories
 
-    # Plan the round.
+    # Plan the round. With dynamic sampling it may sample more questions than it needs groups.
     config = method_of(run, PolicyGradientConfig)
     questions = run.task.questions("train")
     num_groups = sampling.questions_a_round(run, f"round {number}")
@@ -246,7 +291,8 @@ def _sample_round(
     run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, state, number - 1)
 
-    # Sample as many questions as groups are missing, until the batch is full.
+    # Sample one question for each group that is missing, until the batch is full or the limit of
+    # questions is reached.
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []
     num_asked = 0
@@ -282,7 +328,11 @@ def _sample_round(
 def _group_units(
     run: Run, number: int, questions: Sequence[Question], *, first_shard: int
 ) -> list[Callable[[OnEpisode], tuple[ShardEntry, list[Trajectory]]]]:
-    """Return a unit of work for each shard of questions: all attempts of their groups."""
+    """Return one unit of work for each shard of questions: all attempts at these questions.
+
+    A unit is a function that plays its attempts and stores them as one shard. `first_shard` is the
+    number of the first of these shards in the round.
+    """
     group_size = method_of(run, PolicyGradientConfig).group_size
     shard_size = run.config.sampling.questions_per_shard
     units = []
@@ -301,7 +351,7 @@ def _group_units(
 
 
 class _SamplingProgress:
-    """Shows the groups that are learnt and the episodes of a round while it is sampled."""
+    """Shows, while a round is sampled, how many groups will be learnt and how many episodes ran."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -309,7 +359,7 @@ class _SamplingProgress:
         self.num_learnt_groups = 0
 
     def on_episode(self, trajectory: Trajectory) -> None:
-        """Count an episode."""
+        """Count a finished episode, and show the new number."""
         del trajectory
         self._num_episodes += 1
         self.show()
@@ -325,16 +375,17 @@ class _SamplingProgress:
 def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> Rollout:
     """Turn a round's trajectories into training rows with advantages.
 
-    Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its
-    mean. A group of fewer than two members is always left out. Turns that a length limit cut are
-    learnt like others.
+    With dynamic sampling, groups whose rewards are all equal are left out. Without it, as in GRPO,
+    they stay: their advantages are zero, but they count in the mean of the loss. A group with fewer
+    than two attempts is always left out. Turns that a length limit cut off are learnt like others.
     """
     config = method_of(run, PolicyGradientConfig)
-    # Compare: the conversations of an attempt all carry its advantage over its group.
+    # Compare: all conversations of an attempt carry the advantage of the attempt over its group.
     groups = compared_groups(config, trajectories)
     learnt_groups = [group for group in groups if is_learnt(config, group)]
     selected: list[Conversation] = []
-    advantage_of: dict[int, float] = {}  # by the identity of the conversation
+    # The advantage of each conversation, by the `id` of the conversation object.
+    advantage_of: dict[int, float] = {}
     for group in learnt_groups:
         advantages = group_advantages(np.array([group.rewards]))[0]
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
@@ -342,7 +393,7 @@ def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> R
                 advantage_of[id(conversation)] = float(advantage)
                 selected.append(conversation)
 
-    # Pack the conversations that fit a row.
+    # Pack the conversations that fit into training rows.
     conversations = learning.rows_that_fit(run, selected)
     with run.clock.stage("packing"):
         rows = pack(
@@ -366,7 +417,11 @@ def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> R
 def compared_groups(
     config: PolicyGradientConfig, trajectories: Sequence[Trajectory]
 ) -> list[Group]:
-    """Return the groups with the rewards that are compared: overlong trajectories are punished."""
+    """Group the trajectories by question, with the rewards that learning compares.
+
+    The compared reward is the trajectory's reward plus, if `method.overlong_tokens` is set, a
+    negative amount for a trajectory that is too long (`trajectories.select.overlong_punishment`).
+    """
 
     def reward(trajectory: Trajectory) -> float:
         if not config.overlong_tokens:
@@ -382,7 +437,10 @@ def compared_groups(
 
 
 def is_learnt(config: PolicyGradientConfig, group: Group) -> bool:
-    """Return whether a group is learnt: under dynamic sampling only if it teaches something."""
+    """Return whether a group is learnt.
+
+    With dynamic sampling its rewards must differ. Without it, it needs at least two attempts.
+    """
     return group.teaches if config.dynamic_sampling else group.is_comparable
 
 
@@ -394,9 +452,12 @@ def scored(
 ) -> PackedRows:
     """Return the rows with the columns that the importance weights and the KL term need.
 
-    They hold what the trainer's policy before the round, and the reference, say of the same tokens.
-    Both are stored in the round's `scores.npy`: a restart in the middle of learning has neither
-    policy at hand.
+    Each column holds one number for each token. If there are importance weights,
+    `sampled_log_probs` becomes the log-probabilities of the trainer's policy before the round, and
+    `importance_weights` is added. If there is a KL term, `reference_log_probs` is added.
+
+    The log-probabilities are stored in the round's `scores.npy`, because after a restart in the
+    middle of learning neither policy is in memory.
     """
     config = method_of(run, PolicyGradientConfig)
     needs_weights = config.importance_cap > 0
@@ -414,7 +475,7 @@ def scored(
         run, file, lambda: np.stack([run.trainer.score(policy(), rows) for policy in policies])
     )
     assert scores.shape[1:] == rows.tokens.shape, (
-        f"{file} scores rows {scores.shape[1:]}, not {rows.tokens.shape}"
+        f"{file} has scores of shape {scores.shape[1:]} for rows of shape {rows.tokens.shape}"
     )
     if needs_reference:
         rows = rows.with_columns(reference_log_probs=scores[-1])
@@ -429,16 +490,19 @@ def scored(
 def _rows_to_learn(
     run: Run, rollout: Rollout, state: GetState, number: int, reference: GetState
 ) -> PackedRows:
-    """Return the scored rows of a round, filled up with rows of padding to one update.
+    """Return the scored rows of a round, with at least as many rows as one update takes.
 
-    So none is learnt twice.
+    If there are fewer, rows of padding are added. Otherwise the update would use some rows twice.
     """
     rows = scored(run, rollout.rows, state, number, reference)
     return rows.with_empty_rows(_trainer_config(run).batch_size)
 
 
 class _Reference:
-    """The policy that the rounds began with, loaded once when it is first asked for."""
+    """Returns the state of the reference policy, which is the policy before the first round.
+
+    It is loaded at the first call and stays in memory.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -454,14 +518,17 @@ class _Reference:
 
 
 def _learning_plan(run: Run, num_rows: int, number: int) -> LearningPlan:
-    """Return the updates of a round with this many rows."""
+    """Return how a round with this many rows is learnt: updates, learning rates and loss."""
     config = method_of(run, PolicyGradientConfig)
     steps = steps_of_epochs(num_rows, _trainer_config(run).batch_size, config.epochs)
     return _learning_plan_of_steps(run, steps, number)
 
 
 def _learning_plan_of_steps(run: Run, steps: int, number: int) -> LearningPlan:
-    """Return this many updates, on the round's stretch of the cosine over all rounds."""
+    """Return how a round with this many updates is learnt: learning rates and loss.
+
+    All rounds share one cosine schedule. Each round covers an equal part of it.
+    """
     config = method_of(run, PolicyGradientConfig)
     return LearningPlan(
         steps=steps,
@@ -474,7 +541,7 @@ def _learning_plan_of_steps(run: Run, steps: int, number: int) -> LearningPlan:
 
 
 def loss_of(config: PolicyGradientConfig) -> Loss:
-    """Return the loss of a method, with the configured coefficients."""
+    """Return the loss of the configured method, with its coefficients."""
     loss = GRPO if isinstance(config, GrpoConfig) else DAPO
     return loss(
         clip_low=config.clip_low,
@@ -485,17 +552,21 @@ def loss_of(config: PolicyGradientConfig) -> Loss:
 
 
 def _trainer_config(run: Run) -> TrainerConfig:
-    """Return the trainer's configuration with the rows of an update of this method."""
+    """Return the trainer's configuration, with the batch size of this method.
+
+    The batch size is the number of rows of one update: `method.mini_batch_size` if it is not 0, and
+    otherwise `trainer.batch_size`.
+    """
     trainer = run.config.trainer
     mini_batch_size = method_of(run, PolicyGradientConfig).mini_batch_size
     return dataclasses.replace(trainer, batch_size=mini_batch_size or trainer.batch_size)
 
 
-# --- write down ---
+# --- record ---
 
 
 def _summarise_round(run: Run, rollout: Rollout, steps: int) -> LearntRound:
-    """Return what is written down of a round."""
+    """Return the record of a round, with the number of tokens that it cost."""
     config = method_of(run, PolicyGradientConfig)
     num_learnt = 0
     num_scored_tokens = 0
@@ -514,7 +585,7 @@ def _summarise_round(run: Run, rollout: Rollout, steps: int) -> LearntRound:
 
 
 def _print_problems(run: Run, rollout: Rollout, number: int) -> None:
-    """Print what went wrong in a round, and what to change."""
+    """Print what went wrong in a round, and which settings to change."""
     config = method_of(run, PolicyGradientConfig)
     num_groups = len(rollout.groups)
     num_teaching = sum(group.teaches for group in rollout.groups)
@@ -522,34 +593,39 @@ def _print_problems(run: Run, rollout: Rollout, number: int) -> None:
     num_left_out = sum(group.left_out for group in rollout.groups)
     if num_left_out:
         run.progress.line(
-            f"round {number}: {num_left_out} of {len(rollout.trajectories)} attempts are left out "
-            f"because a search or the judge failed; {num_degenerate} of {num_groups} groups have "
-            "fewer than two attempts left and are dropped"
+            f"round {number}: a search or the judge failed in {num_left_out} of "
+            f"{len(rollout.trajectories)} attempts, which are left out; {num_degenerate} of "
+            f"{num_groups} groups have fewer than two attempts left and are dropped"
         )
     if not num_teaching:
         mean = mean_reward(rollout.trajectories)
         run.progress.line(
-            f"round {number}: no update, for at each of {num_groups} questions all attempts earned "
-            f"the same (on average {mean:.3f}): raise method.group_size "
-            f"{config.group_size} or sampling.temperature {run.config.sampling.temperature}, "
-            "or begin with a policy that is right now and then"
+            f"round {number}: no update, because all attempts at a question earned the same "
+            f"reward, at each of {num_groups} questions (mean reward {mean:.3f}). Raise "
+            f"method.group_size (now {config.group_size}) or sampling.temperature (now "
+            f"{run.config.sampling.temperature}), or start from a policy that sometimes answers "
+            "correctly"
         )
     elif config.dynamic_sampling and num_teaching < run.config.sampling.questions_per_round:
         run.progress.line(
-            f"round {number}: {num_teaching} groups of {run.config.sampling.questions_per_round} "
-            f"wanted teach anything after {num_groups} questions, as many as "
-            f"method.max_sampled_batches {config.max_sampled_batches} and the task allow; it "
-            "learns from these"
+            f"round {number}: only {num_teaching} groups have different rewards, and "
+            f"sampling.questions_per_round asks for {run.config.sampling.questions_per_round}. "
+            f"After {num_groups} questions, the limit of method.max_sampled_batches "
+            f"{config.max_sampled_batches} or of the task is reached. The round learns from "
+            "these groups"
         )
 
 
 def figures(run: Run, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:
-    """Return the round's line of metrics.jsonl. `rows` are those that were learnt."""
+    """Return the statistics of a round, for its line of metrics.jsonl.
+
+    `rows` are the rows that were learnt; None if the round made no update.
+    """
     config = method_of(run, PolicyGradientConfig)
     groups = rollout.groups
     trajectories = rewarded(rollout.trajectories)
 
-    # Which attempts of each group are right.
+    # Find out which attempts of each group answered correctly.
     right = right_ones(run.task.questions("train"), trajectories, run.task.rule)
     right_ids = {id(trajectory) for trajectory in right}
     is_right_by_group: list[list[bool]] = []
@@ -576,7 +652,7 @@ def figures(run: Run, rollout: Rollout, rows: PackedRows | None) -> dict[str, fl
         "too_long": rollout.too_long,
     }
 
-    # The parts of a reward, where it has some.
+    # Add the mean of each part, if the reward consists of several parts.
     part_names: set[str] = set()
     for trajectory in trajectories:
         part_names.update(trajectory.rewards_by_part)
@@ -584,7 +660,7 @@ def figures(run: Run, rollout: Rollout, rows: PackedRows | None) -> dict[str, fl
         rewards = [trajectory.rewards_by_part.get(name, 0.0) for trajectory in trajectories]
         values[f"reward_{name}"] = _mean(rewards)
 
-    # The importance weights, where they are used.
+    # Add the mean of the importance weights, and the share of them that the cap truncated.
     if rows is not None and "importance_weights" in rows.columns:
         weights = rows.columns["importance_weights"][rows.loss_mask]
         is_truncated = weights >= np.float32(config.importance_cap)
@@ -594,4 +670,5 @@ def figures(run: Run, rollout: Rollout, rows: PackedRows | None) -> dict[str, fl
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the values; 0 if there are none."""
     return float(np.mean(values)) if len(values) else 0.0

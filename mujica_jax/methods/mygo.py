@@ -1,50 +1,61 @@
-"""MyGO: minimalist policy gradient optimisation (Mujica-MyGO paper, section 3.3 and appendix D).
+"""Train with MyGO (Mujica-MyGO paper, section 3.3 and appendix D).
 
-A round samples trajectories for its questions from the current policy, keeps those whose reward
-beats a threshold, and maximises their likelihood: no advantages, no ratios, no reference model. The
-threshold follows the policy:
+MyGO is short for minimalist policy gradient optimisation. In each round the policy samples
+trajectories for a batch of training questions. The round keeps the trajectories whose reward is
+above a threshold K, and the policy maximises their likelihood. There are no advantages, no
+probability ratios and no reference model. The threshold rises with the policy:
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-with r_mean the mean reward of the round's first attempts and r_sup the best reward there is
-(`trajectories.select` says how the printed formula is read). A question is tried until m
-trajectories are kept or `max_attempts` are spent; each kept planner conversation brings the
-conversations of its workers along as rows of their own.
+K' is the threshold of the round before. r_mean is the mean reward of the round's first attempts.
+r_sup is the best possible reward. `trajectories.select` explains how we read the printed formula.
 
-`schedule` says which policy samples a round. Online: the newest one. Asynchronous: round n + 1 is
-sampled before round n is learnt, by the policy that round n - 1 left, so that both can go on at
-once. Offline: the warm-up's, all rounds before the first is learnt. The stages and the units of
-work are the same, in another order; each trajectory says which policy sampled it.
+The policy tries a question until m trajectories are kept (`keep_per_question`) or `max_attempts`
+attempts are used up. In the agent Mujica a planner asks sub-questions, and a worker answers each of
+them from search results. A kept trajectory therefore becomes several training rows: one for the
+planner's conversation, and one for the conversation of each worker.
 
-K begins at `initial_threshold`, which the paper chooses for each data set. Offline K stays there in
-all rounds, as in appendix E of the paper's first version. `threshold` says otherwise: `rising` lets
-K follow the policy offline too, `fixed` keeps it in every schedule. A K that is fixed at 0 is
-rejection-sampling fine-tuning.
+`schedule` decides which policy samples a round:
 
-Differences from the paper, all of them:
+- `online`: the newest policy, which has learnt all rounds before.
+- `asynchronous`: the policy one round older. Round n + 1 is sampled before round n is learnt, so
+  that sampling and learning can run at the same time.
+- `offline`: the policy after the warm-up. It samples all rounds before the first one is learnt.
 
-- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes
-  where K = r_sup.
-- The paper does not print the values at which K begins. Ours is 0 unless `initial_threshold` says
-  otherwise.
-- A trajectory whose planner conversation repeats one that is kept for its question is not kept, and
-  does not count towards m.
-- Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept
-  ones, so that the engine's batch stays full; what a wave samples beyond m is left out.
-- The reward is the one that the configuration names (`rewards`); the paper's is F1.
-- Rows of earlier rounds and of the warm-up's correct trajectories are replayed at a stated share,
-  and a round may learn its rows in several epochs (`epochs`; the paper does not say how many).
-- Conversations are packed and every trained token of a batch weighs the same, so a long
-  conversation weighs more than a short one. The paper's objective sums over a trajectory; its SFT
-  framework averages over tokens as well.
-- Adam's moments live on from phase to phase; the learning rate falls along one cosine over all
-  rounds, each round on its stretch of it.
-- Questions are taken in the task's fixed order, from the beginning again when all are used; the
-  paper draws 20,000 once.
-- A turn that a length limit cut carries no loss. A turn ends at its closing tag or where the model
-  begins to write an observation of its own (`agents/protocol.py`); the paper does not say how turns
-  end.
-- A conversation longer than a training row is left out, and counted.
+The schedules run the same stages in a different order. Each trajectory records the version of the
+policy that sampled it.
+
+`threshold` decides how K moves from its start at `initial_threshold`. With `rising` it follows the
+formula. With `fixed` it never changes; a K fixed at 0 turns MyGO into rejection-sampling
+fine-tuning. The default `auto` means `fixed` for the offline schedule, as in appendix E of the
+paper's first version, and `rising` for the others.
+
+All differences from the paper:
+
+- The paper prints the threshold without the factor one half. With that formula K would exceed
+  r_sup, and no trajectory would be kept. A trajectory that earns r_sup is always kept, also when
+  K = r_sup.
+- The paper chooses a starting value of K for each data set and does not print these values. Ours
+  is 0 unless `initial_threshold` sets another value.
+- If a trajectory repeats the planner conversation of one that is already kept for the question, it
+  is dropped and does not count towards m.
+- After the first attempts, the questions of a shard that still need trajectories are tried in waves
+  of 1, 2, 4, ... attempts. Waves keep the engine's batch full. Good trajectories beyond m are
+  dropped.
+- The paper's reward is F1. Ours is the reward that the configuration names (`rewards`).
+- A round also replays rows of earlier rounds and of the warm-up's correct trajectories (`replay`).
+- A round may learn its rows in several epochs (`epochs`). The paper does not say how many it uses.
+- Conversations are packed into rows, and every trained token of a batch has the same weight. A long
+  conversation therefore weighs more than a short one. The paper's objective sums over a trajectory,
+  but its SFT framework averages over tokens as well.
+- Adam's moments carry over from phase to phase. The learning rate follows one cosine over all
+  rounds.
+- The paper draws 20,000 questions once. We take questions in the task's fixed order and start again
+  at the beginning when all are used.
+- The paper does not say how turns end. Ours end at their closing tag, or where the model begins to
+  write an observation itself (`agents/protocol.py`). A turn that a length limit cut off carries no
+  loss.
+- A conversation that is longer than a training row is left out and counted.
 """
 
 import collections
@@ -78,14 +89,16 @@ from mujica_jax.trajectories.select import (
 )
 from mujica_jax.trajectories.store import SUMMARY, ShardEntry
 
-# Rounds that are sampled before one is learnt. Offline samples all of them.
+# How many rounds beyond the current one are sampled before it is learnt. The offline schedule
+# samples all rounds first.
 ROUNDS_AHEAD = {"online": 0, "asynchronous": 1}
 
 
 def mygo(run: Run) -> list[PhaseResult]:
-    """Run the warm-up, all rounds, and the control if it is asked for.
+    """Run the warm-up, all rounds, and the control run if `eval.control` asks for it.
 
-    Finished phases are read from the run directory.
+    Return one result for each of these phases. Phases that an earlier start of this run finished
+    are read from the run directory.
     """
     state, warmed_up, demonstrations = begin(run, replayed=True)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
@@ -97,11 +110,12 @@ def _run_rounds(
 ) -> list[PhaseResult]:
     """Run MyGO's rounds and return the result of each.
 
-    `warm_state` is what the warm-up ends with. `rewarded` holds the warm-up's rows with the best
-    reward, for the replay.
+    `warm_state` is the training state after the warm-up. `rewarded` holds the conversations of the
+    warm-up's demonstrations that earn the best reward. Every round may replay some of them.
 
-    A round has four steps: sample, select, learn and commit. After a restart each step finds its
-    stored result, so calling this function again resumes the run.
+    A round has four steps: sample, select, learn and commit. Each step stores its result in the run
+    directory. After a restart this function is called again, and each step reads the result that is
+    already there.
     """
     config = method_of(run, MygoConfig)
     sampler = RoundSampler(run, warm_state)
@@ -113,16 +127,19 @@ def _run_rounds(
         phase = Phase(name=f"round {number}", step=number)
         cost = PhaseCost(start_time=time.monotonic())
 
-        # Sample: play each question until enough trajectories beat K or the attempts run out.
+        # Sample: try each question until enough of its trajectories beat the threshold K, or its
+        # attempts run out. Each trajectory arrives with its reward.
         sampled = sampler.sample(number)
         cost.trajectories = len(sampled.trajectories)
         cost.forward_tokens = tokens_of(sampled.trajectories)
 
-        # Select: keep the trajectories above K, at most `keep_per_question` of each question.
+        # Select: keep the trajectories that beat K, at most `keep_per_question` for each question.
+        # Their conversations become the rows that are learnt.
         selected = select_trajectories(run, number, sampled)
         cost.accepted = len(selected.trajectories)
 
-        # Learn: maximise the likelihood of their rows, mixed with replayed older ones.
+        # Learn: maximise the likelihood of these rows, mixed with rows from earlier rounds. If no
+        # trajectory was kept, the policy does not change in this round.
         steps = 0
         if selected.rows:
             packed = _pack_with_replay(run, number, selected.rows, replay)
@@ -135,7 +152,8 @@ def _run_rounds(
         replay += selected.rows
         sampler.add_policy(state)
 
-        # Commit: save the policy, evaluate it, and log the round.
+        # Commit: save the policy in the run directory, evaluate it on held-out questions, and log
+        # the round.
         commit_policy(run, state, version=number)
         cost.trained_slots = steps * run.config.trainer.tokens_per_step
         results.append(evaluation.finish(run, phase, state, cost))
@@ -149,40 +167,50 @@ def _run_rounds(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledRound:
-    """All trajectories of a round, and the threshold K that follows from its first attempts."""
+    """All trajectories of a round, and the threshold K computed from its first attempts.
+
+    `version` is the version of the policy that sampled the round.
+    """
 
     trajectories: list[Trajectory]
     threshold: float
-    version: int  # of the policy that sampled
+    version: int
 
 
 class RoundSampler:
-    """Samples rounds in their order, as far ahead of learning as the schedule says.
+    """Samples the rounds in order. The schedule decides how far it runs ahead of learning.
 
-    It carries the threshold from round to round, and knows the policy of every round learnt.
+    The sampler passes the threshold K on from round to round, and keeps the states of all policies
+    so far.
     """
 
     def __init__(self, run: Run, warm_state: PhaseState) -> None:
         self._run = run
         self._config = method_of(run, MygoConfig)
-        self._states = [warm_state]  # by the version of their policies
+        # The state with index n holds policy version n, the policy after round n.
+        self._states = [warm_state]
         self._rounds_ahead = ROUNDS_AHEAD.get(self._config.schedule, self._config.rounds)
         self._threshold = self._config.initial_threshold
-        self._waiting: collections.deque[SampledRound] = collections.deque()  # not yet learnt
+        # Rounds that are sampled and not yet learnt, the oldest first.
+        self._waiting: collections.deque[SampledRound] = collections.deque()
 
     def add_policy(self, state: PhaseState) -> None:
-        """Add the policy that the newest round leaves."""
+        """Add the state after the newest round, so that later rounds can be sampled from it."""
         self._states.append(state)
 
     def sample(self, round_number: int) -> SampledRound:
-        """Return a round, after it and the rounds that belong before its learning are sampled."""
+        """Return the trajectories of this round.
+
+        Before it returns, it also samples the later rounds that the schedule wants sampled before
+        this round is learnt.
+        """
         first = round_number + len(self._waiting)
         last = min(round_number + self._rounds_ahead, self._config.rounds)
         has_workers = self._run.config.sampling.workers == "external"
 
         for number in range(first, last + 1):
-            # A round ahead is only planned where workers sample: they begin with it, and it is
-            # waited for when its turn comes.
+            # If external workers sample, a later round is only planned here, so that the workers
+            # can begin with it. We wait for its shards when its turn comes.
             if number > round_number and has_workers:
                 plan_round(self._run, number, self._version(number), self._threshold)
                 break
@@ -191,7 +219,10 @@ class RoundSampler:
         return self._waiting.popleft()
 
     def _sample_one(self, number: int) -> None:
-        """Sample a round, carry its threshold on, and compare the engine with the trainer."""
+        """Sample one round, and remember its threshold for the next one.
+
+        Then check that engine and trainer compute the same log-probabilities for its tokens.
+        """
         version = self._version(number)
         state = self._states[version]
         sampled = sample_round(
@@ -202,20 +233,22 @@ class RoundSampler:
         mismatch.compare(self._run, state, sampled.trajectories, number, version)
 
     def _version(self, number: int) -> int:
-        """Return the version of the policy that samples a round."""
+        """Return the version of the policy that samples this round; 0 is the warm-up's policy."""
         return max(0, number - 1 - self._rounds_ahead)
 
 
 def sample_round(
     run: Run, state: PhaseState, number: int, *, version: int, previous_k: float
 ) -> SampledRound:
-    """Sample a round by the policy of this version, or read what an earlier start sampled.
+    """Sample a round with the policy in `state`, or read the round if it was sampled before.
 
-    The first half of its shards holds first attempts, the second half later ones.
+    `version` is the version of that policy. `previous_k` is the threshold of the round before. If
+    the round has n groups of questions, shards 0 to n - 1 hold first attempts and shards n to
+    2n - 1 hold later attempts at the same questions.
     """
     finished = sampling.finished_round(run, number)
     if finished is not None:
-        assert finished.threshold is not None, "a MyGO round is closed with its threshold"
+        assert finished.threshold is not None, "a finished MyGO round stores its threshold"
         return SampledRound(
             trajectories=finished.trajectories, threshold=finished.threshold, version=version
         )
@@ -223,12 +256,13 @@ def sample_round(
     shards = plan_round(run, number, version, previous_k)
     name = f"round {number}: sampling"
     run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
-    # A finished run is left alone by workers: what is damaged there is sampled here.
+    # Workers do not touch a finished run. If one of its shards is damaged, this process samples it
+    # again.
     has_workers = run.config.sampling.workers == "external" and not run.store.exists(SUMMARY)
     if has_workers:
         run.progress.line(
-            f"round {number} waits for workers: python -m mujica_jax.sample --run "
-            f"{run.store.root}, on any machine"
+            f"round {number} waits for sampling workers. Start one or more, on any machine: "
+            f"python -m mujica_jax.sample --run {run.store.root}"
         )
     else:
         use_policy(run, state, version)
@@ -236,7 +270,7 @@ def sample_round(
     with sampling.sampling_stage(run, name, number, total=2 * len(shards), unit="shards") as stage:
         player = _RoundPlayer(run, number, stage, k=previous_k, has_workers=has_workers)
 
-        # First attempts: their mean reward gives the threshold.
+        # First attempts: try every question once. The mean reward gives the round's threshold.
         player.play("first attempts", first_attempts(run, number, shards))
         mean_reward = mean_first_attempt_reward(player.trajectories)
         k = next_threshold(
@@ -244,7 +278,8 @@ def sample_round(
         )
         player.k = k
 
-        # Later attempts: in waves, while a question lacks trajectories above the threshold.
+        # Later attempts: try questions again, in waves, until enough of their trajectories beat the
+        # threshold.
         trajectory_of = {trajectory.question_id: trajectory for trajectory in player.trajectories}
         firsts_by_shard: list[list[Trajectory]] = []
         for shard in shards:
@@ -259,18 +294,23 @@ def sample_round(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One shard's worth of episodes."""
+    """A unit of work: the episodes that are stored together in one shard.
 
-    index: int  # of its shard
-    # Plays the episodes, or reads those that were played.
+    Attributes:
+        index: The number of the shard in its round.
+        play: Plays the episodes and stores the shard, or reads the shard if it is already stored.
+        has_work: Returns whether the unit has any episode to play.
+    """
+
+    index: int
     play: Callable[[OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]
     has_work: Callable[[], bool] = lambda: True
 
 
 class _RoundPlayer:
-    """Plays the units of a round, collects what they leave, and shows the acceptance meanwhile.
+    """Plays the units of a round, collects their trajectories, and shows how many are accepted.
 
-    With `has_workers` other programs play the units, and their shards are waited for.
+    If `has_workers` is true, other programs play the units, and this one waits for their shards.
     """
 
     def __init__(self, run: Run, number: int, stage: Stage, *, k: float, has_workers: bool) -> None:
@@ -281,12 +321,14 @@ class _RoundPlayer:
         self._num_episodes = 0
         self._num_accepted = 0
         self._num_units = 0
-        self.k = k  # the threshold that episodes are compared with
+        # The threshold that the display of accepted episodes uses. It starts as the threshold of
+        # the round before, and is replaced after the first attempts.
+        self.k = k
         self.entries: list[ShardEntry] = []
         self.trajectories: list[Trajectory] = []
 
     def play(self, name: str, units: Sequence[Unit]) -> None:
-        """Play these units, in their order."""
+        """Play these units in order. `name` is shown with the progress."""
         if not self._has_workers:
             sampling.play_share(
                 self._run.progress,
@@ -307,7 +349,7 @@ class _RoundPlayer:
             self._stage.update(self._num_units)
 
     def _on_episode(self, trajectory: Trajectory) -> None:
-        """Count an episode, and show the share that the threshold accepts."""
+        """Count a finished episode, and show the share of episodes that the threshold accepts."""
         self._num_episodes += 1
         if trajectory.is_rewarded and accepts(
             trajectory.reward, k=self.k, best_reward=self._run.reward.best
@@ -322,7 +364,7 @@ class _RoundPlayer:
 
 
 def first_attempts(run: Run, number: int, shards: Sequence[Sequence[Question]]) -> list[Unit]:
-    """Return a unit for each shard: the first attempts at its questions."""
+    """Return one unit for each shard of questions: the first attempts at these questions."""
 
     def play(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         attempts = [sampling.attempt(run, question, 0, number) for question in shards[index]]
@@ -338,10 +380,11 @@ def later_attempts(
     first_attempts_of: Callable[[int], Sequence[Trajectory]],
     k: float,
 ) -> list[Unit]:
-    """Return a unit for each shard: the later attempts at its questions, in waves.
+    """Return one unit for each shard of questions: the later attempts at these questions, in waves.
 
-    `first_attempts_of` returns the first attempts of a shard. A shard that needs no later attempts
-    leaves nothing in the store.
+    `first_attempts_of` takes the index of a shard and returns the first attempts at its questions.
+    `k` is the round's threshold. If no question of a shard needs later attempts, its unit stores
+    nothing.
     """
 
     def next_wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
@@ -374,20 +417,27 @@ def later_attempts(
 
 
 def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, best: float) -> float:
-    """Return the threshold of a round, from the one before and the mean of the first attempts."""
+    """Return the threshold K of a round.
+
+    `previous_k` is the threshold of the round before, `mean_reward` the mean reward of the round's
+    first attempts, and `best` the best possible reward.
+    """
     if config.keeps_threshold:
         return config.initial_threshold
     return threshold(previous_k=previous_k, mean_first_attempt_reward=mean_reward, best_reward=best)
 
 
 def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[list[Question]]:
-    """Return the round's questions by shard, and write them down."""
+    """Choose the round's questions, store the plan of the round, and return the questions by shard.
+
+    Sampling workers read the plan. `version` is the version of the policy that samples the round.
+    """
     config = method_of(run, MygoConfig)
     shard_size = run.config.sampling.questions_per_shard
     questions = run.task.questions("train")
     count = sampling.questions_a_round(run, f"round {number}")
 
-    # The next ones in the task's order, from the beginning again when they are used up.
+    # Take the next questions in the task's order. Start again at the beginning when all are used.
     chosen = [
         questions[index % len(questions)] for index in range((number - 1) * count, number * count)
     ]
@@ -416,11 +466,11 @@ def next_attempts(
     k: float,
     best_reward: float,
 ) -> list[tuple[Question, int]]:
-    """Return questions with the numbers of their next attempts.
+    """Return the attempts of the next wave, as pairs of a question and the attempt's number.
 
-    These are the questions with fewer than m kept trajectories, while attempts are left. A
-    trajectory counts if it would be kept, so one that repeats another does not count
-    (`trajectories.select`). Waves double: after n attempts, a question gets n more.
+    A question is tried again if fewer than m of its trajectories would be kept and it has attempts
+    left. A trajectory that repeats another one would not be kept (`trajectories.select`). The waves
+    double: a question that was tried n times is tried n more times.
     """
     m = config.keep_per_question
     num_tried = 1 + max(trajectory.attempt for trajectory in trajectories)
@@ -440,15 +490,21 @@ def next_attempts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The trajectories that a round keeps for learning."""
+    """The trajectories that a round keeps for learning.
+
+    Attributes:
+        trajectories: The kept trajectories.
+        rows: Their conversations, without those that are too long for a training row.
+        figures: The statistics of the round, for its line of metrics.jsonl.
+    """
 
     trajectories: list[Trajectory]
-    rows: list[Conversation]  # their conversations, as far as they fit a training row
-    figures: dict[str, float | int]  # of the round, for metrics.jsonl
+    rows: list[Conversation]
+    figures: dict[str, float | int]
 
 
 def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selection:
-    """Keep the trajectories above the threshold, and print the statistics of the round."""
+    """Keep the trajectories that beat the threshold, and print the statistics of the round."""
     config = method_of(run, MygoConfig)
     kept_trajectories = select(
         sampled.trajectories,
@@ -459,12 +515,15 @@ def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selecti
     statistics = round_statistics(
         sampled.trajectories, kept_trajectories, best_reward=run.reward.best
     )
-    policy_lag = number - 1 - sampled.version  # versions behind the newest policy
+    # How many versions the policy that sampled is behind the newest one.
+    policy_lag = number - 1 - sampled.version
     sampled_by = ""
     if config.schedule != "online":
-        sampled_by = f", sampled by policy {sampled.version}, {policy_lag} behind"
+        sampled_by = (
+            f"; sampled by policy {sampled.version} (versions behind the newest: {policy_lag})"
+        )
     run.progress.line(
-        f"round {number}: K {sampled.threshold:.3f}, {in_words(statistics)}{sampled_by}"
+        f"round {number}: threshold K {sampled.threshold:.3f}; {in_words(statistics)}{sampled_by}"
     )
 
     conversations = training_rows(kept_trajectories)
@@ -479,23 +538,24 @@ def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selecti
 
 
 def _why_nothing_is_learnt(run: Run, sampled: SampledRound, selected: Selection) -> str:
-    """Return the sentence for a round without a training row.
+    """Return the sentence that explains why a round has no training rows.
 
-    Either nothing beat K, or all conversations that were kept are too long.
+    Either no trajectory beat K, or all conversations of the kept trajectories are too long.
     """
     num_sampled = len(sampled.trajectories)
     k = sampled.threshold
     if not selected.trajectories:
         return (
-            f"no trajectory of {num_sampled} beat K = {k:.3f}; the policy stays as it is. "
-            f"{advice(sampled.trajectories)}"
+            f"none of {num_sampled} trajectories beat the threshold K = {k:.3f}, so the policy "
+            f"does not change. {advice(sampled.trajectories)}"
         )
     lengths = [len(row.token_ids) for row in training_rows(selected.trajectories)]
     return (
-        f"{len(selected.trajectories)} of {num_sampled} trajectories beat K = {k:.3f}, and none of "
-        f"their {len(lengths)} conversations fits trainer.sequence_length "
-        f"{run.config.trainer.sequence_length}, the shortest has {min(lengths)} tokens; the policy "
-        "stays as it is. Raise trainer.sequence_length, or lower agent.max_trajectory_tokens"
+        f"{len(selected.trajectories)} of {num_sampled} trajectories beat the threshold "
+        f"K = {k:.3f}, but none of their {len(lengths)} conversations fits "
+        f"trainer.sequence_length {run.config.trainer.sequence_length}: the shortest has "
+        f"{min(lengths)} tokens. The policy does not change. Raise trainer.sequence_length, or "
+        "lower agent.max_trajectory_tokens"
     )
 
 
@@ -505,9 +565,10 @@ def _why_nothing_is_learnt(run: Run, sampled: SampledRound, selected: Selection)
 def _pack_with_replay(
     run: Run, number: int, rows: Sequence[Conversation], replay: Sequence[Conversation]
 ) -> PackedRows:
-    """Pack the round's rows with older ones.
+    """Pack the round's conversations, together with replayed older ones, into training rows.
 
-    The older rows are `replay` times as many as the round's, drawn without replacement.
+    The number of replayed conversations is `method.replay` times the number of the round's own, if
+    there are enough. They are drawn at random without replacement.
     """
     random = np.random.default_rng((run.config.seed, number))
     count = min(len(replay), round(method_of(run, MygoConfig).replay * len(rows)))
@@ -524,7 +585,10 @@ def _pack_with_replay(
 
 
 def _learning_plan(run: Run, number: int, packed: PackedRows) -> LearningPlan:
-    """Return the round's updates: its epochs, on its stretch of the cosine over all rounds."""
+    """Return how many updates the round makes, and with which learning rates.
+
+    All rounds share one cosine schedule. Each round covers an equal part of it.
+    """
     config = method_of(run, MygoConfig)
     return LearningPlan(
         steps=steps_of_epochs(packed.num_rows, run.config.trainer.batch_size, config.epochs),

@@ -1,15 +1,16 @@
-"""Plain maximum likelihood around a method: its warm-up and its equal-compute control.
+"""Supervised training before and beside a method: the warm-up and the control run.
 
-Warm-up: it makes a policy that knows the format. The policy learns a fixed set of demonstrations.
-They are scripted, or they are trajectories with EM = 1 that a checkpoint samples under worked
-examples, learnt without the examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch
-first learns plain text about the training side of the task, in place of pre-training.
+The warm-up teaches the policy the format of conversations. The policy learns a fixed set of
+demonstrations by maximum likelihood. A script writes them, or a checkpoint samples them: it is
+shown worked examples, its trajectories with EM = 1 are kept, and they are learnt without the
+examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch first learns plain text about
+the training part of the task, which replaces pre-training.
 
-Control: it shows what a method's computation gives when it is spent on the warm-up's own
-demonstrations. From the warmed-up state, training goes on over the same rows with the method's
-learning rates. It ends when it has spent as many floating-point operations as the method used for
-sampling and learning together. A token that goes forward counts one, a trained slot three (the
-backward pass costs twice the forward).
+The control run shows what the method's computation achieves if it is spent on the demonstrations
+alone. It starts from the state after the warm-up and trains on the same rows, with the method's
+learning rates. It stops when it has used as many floating-point operations as the method used for
+sampling and learning together. A token that goes forward counts one, and a trained token position
+counts three, because the backward pass costs twice as much as the forward pass.
 """
 
 import asyncio
@@ -55,44 +56,51 @@ from mujica_jax.trajectories.select import accepts, training_rows
 
 PRETRAINING = "pretraining"
 CONTROL = "control"
+# The cost of a trained token position, in units of the cost of a forward pass.
 FORWARD_AND_BACKWARD = 3
 
+# A function that returns further conversations for the warm-up to learn.
 MoreRows = Callable[[], Sequence[Conversation]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """The demonstrations that the warm-up learnt from."""
+    """The demonstrations that the warm-up learnt.
 
-    rows: list[Conversation]  # all of it
-    rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
+    `rows` are all their conversations. `rewarded` are the conversations of those trajectories that
+    earned the best reward.
+    """
+
+    rows: list[Conversation]
+    rewarded: list[Conversation]
 
 
 def warm_up(
     run: Run, more_rows: MoreRows = lambda: ()
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """Return the warmed-up state, its phase, and what it was trained on.
+    """Run the warm-up. Return the state after it, its result, and its demonstrations.
 
-    `more_rows` returns conversations that a method wants learnt beside the demonstrations.
+    `more_rows` returns conversations that the method wants to be learnt in addition to the
+    demonstrations.
     """
     cost = PhaseCost(start_time=time.monotonic())
     config = run.config.warmup
     trainer = run.config.trainer
     is_few_shot = config.source == "few_shot"
 
-    # Demonstrate: play scripts, or sample with worked examples.
+    # Demonstrate: let the script play, or sample from a checkpoint that is shown worked examples.
     trajectories, kept_trajectories = _few_shot(run) if is_few_shot else _scripted(run)
     conversations = learning.rows_that_fit(run, training_rows(kept_trajectories))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept_trajectories))
     conversations += learning.rows_that_fit(run, more_rows(), "conversations with a teacher")
 
-    # Pack the demonstrations with documents.
+    # Pack the demonstrations together with some documents of the pre-training.
     with run.clock.stage("packing"):
         mixed = conversations + _mixed_documents(run, conversations)
         packed = pack(mixed, sequence_length=trainer.sequence_length, seed=run.config.seed)
 
-    # Learn: make the configured steps or epochs, whichever is less.
+    # Learn: train for the configured number of steps or epochs, whichever is less.
     steps = config.steps
     if steps and config.epochs:
         epoch_steps = steps_of_epochs(packed.num_rows, trainer.batch_size, config.epochs)
@@ -113,7 +121,7 @@ def warm_up(
     cost.trained_slots = (steps + _pretraining_steps(run)) * trainer.tokens_per_step
     result = evaluation.finish(run, WARM_UP, state, cost)
 
-    # A method may replay the rows of the trajectories with the best reward.
+    # Find the rows of the trajectories with the best reward. A method may replay them later.
     best_reward = run.reward.best
     best_trajectories = [
         trajectory
@@ -128,10 +136,10 @@ def warm_up(
 def begin(
     run: Run, *, replayed: bool = False, more_rows: MoreRows = lambda: ()
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """Run the warm-up, or evaluate what the run starts from where the warm-up has no steps.
+    """Run the warm-up, or only evaluate the start of the run if the warm-up has no steps.
 
-    In the second case nothing is demonstrated, unless the method replays demonstrations and a
-    script plays some. `more_rows`: see `warm_up`.
+    Without warm-up steps, demonstrations are made only if the method replays them (`replayed`) and
+    a script can play them. For `more_rows` and the result see `warm_up`.
     """
     if run.config.warmup.steps or (replayed and _has_demonstrations(run)):
         return warm_up(run, more_rows)
@@ -145,21 +153,24 @@ def begin(
 
 
 def _has_demonstrations(run: Run) -> bool:
-    """Return whether a script plays some demonstrations."""
+    """Return whether a script can play any demonstration for this task."""
     if not has_script(run.config):
         return False
     return isinstance(run.task, FromScratchTask) and any(run.task.demonstrations())
 
 
 def _starting_state(run: Run) -> GetState:
-    """Return what makes the state before the warm-up: the checkpoint, or a pre-trained one."""
+    """Return a function that makes the state before the warm-up.
+
+    It loads the checkpoint that the run starts from. Without a checkpoint, it pre-trains a model.
+    """
     if run.config.init:
         return run.initial_state
     return functools.partial(_pretrain, run)
 
 
 def _pretraining_steps(run: Run) -> int:
-    """Return how many updates pre-training makes; none where a run starts from a checkpoint."""
+    """Return the number of updates of pre-training; 0 if the run starts from a checkpoint."""
     return 0 if run.config.init else run.config.pretraining.steps
 
 
@@ -170,14 +181,15 @@ def with_control(
     first: PhaseResult,
     phases: Sequence[PhaseResult],
 ) -> list[PhaseResult]:
-    """Return the results of all phases, with the control if it is asked for.
+    """Run the control run if `eval.control` asks for it, and return the results of all phases.
 
-    `first` is the phase that ended with `state`, and `phases` are the method's own.
+    `state` is the state after the warm-up, `first` the result of the warm-up, and `phases` are the
+    results of the method's phases.
     """
     if not run.config.eval.control:
         return [first, *phases]
 
-    # Train for the steps that cost as much as the method's phases.
+    # Choose the number of steps so that the control run costs as much as the method's phases.
     cost = PhaseCost(start_time=time.monotonic())
     method = run.config.method
     trainer = run.config.trainer
@@ -199,45 +211,46 @@ def with_control(
 
 
 def _why_nothing_to_learn(run: Run, num_sampled: int, kept_trajectories: list[Trajectory]) -> str:
-    """Return the sentence for a warm-up without a training row."""
+    """Return the sentence that explains why a warm-up has no training rows."""
     if kept_trajectories:
         shortest = min(len(row.token_ids) for row in training_rows(kept_trajectories))
         return (
             f"no conversation of the {len(kept_trajectories)} warm-up trajectories fits "
-            f"trainer.sequence_length {run.config.trainer.sequence_length}, the shortest has "
+            f"trainer.sequence_length {run.config.trainer.sequence_length}; the shortest has "
             f"{shortest} tokens: raise trainer.sequence_length"
         )
     if run.config.warmup.source == "few_shot":
         return (
-            f"none of {num_sampled} few-shot trajectories was answered correctly: raise "
-            f"warmup.few_shot_attempts {run.config.warmup.few_shot_attempts}, or start from a "
-            "stronger model"
+            f"none of {num_sampled} few-shot trajectories has a correct answer: raise "
+            f"warmup.few_shot_attempts (now {run.config.warmup.few_shot_attempts}), or start from "
+            "a stronger model"
         )
     if not num_sampled:
         return (
-            "no training question can be demonstrated by a script, which needs a question's type "
-            "and evidences, from which its answer follows: add them (docs/guides/own_questions.md), or "
-            "--warmup.source few_shot"
+            "a script cannot demonstrate any training question, because it needs the question's "
+            "type and evidences, and the answer must follow from these: add them "
+            "(docs/guides/own_questions.md), or use --warmup.source few_shot"
         )
     return (
-        f"none of {num_sampled} scripted demonstrations reaches its gold answer: the limits of "
-        f"agent cut them, raise agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the "
-        "limit of turns"
+        f"none of {num_sampled} scripted demonstrations reaches its gold answer, because the "
+        "agent's limits cut them off: raise agent.max_turn_tokens (now "
+        f"{run.config.agent.max_turn_tokens}) or the agent's limit of turns"
     )
 
 
 class Played(NamedTuple):
-    """The trajectories of a warm-up."""
+    """The trajectories of a warm-up: all that were played, and those that are kept for learning."""
 
-    trajectories: list[Trajectory]  # all that were played
-    kept_trajectories: list[Trajectory]  # those that are learnt
+    trajectories: list[Trajectory]
+    kept_trajectories: list[Trajectory]
 
 
 def _scripted(run: Run) -> Played:
-    """Play the demonstrations in their environments.
+    """Let a script play the demonstrations in their environments.
 
-    A script that fails by a miss is kept, as the noise it is meant to be. One that cannot reach the
-    gold answer, or whose search failed, is left out.
+    The script makes a mistake on purpose from time to time (`warmup.miss_rate`). A demonstration
+    that fails because of that is kept, as deliberate noise. A demonstration that fails for another
+    reason, such as a failed search, is left out.
     """
     policy = ScriptedPolicy(
         run.tokenizer,
@@ -249,7 +262,8 @@ def _scripted(run: Run) -> Played:
     trajectories, is_right = asyncio.run(_play_scripts(run, policy))
 
     kept_trajectories: list[Trajectory] = []
-    stop_reasons: Counter[StopReason] = Counter()  # of the others
+    # How the demonstrations that are not kept ended.
+    stop_reasons: Counter[StopReason] = Counter()
     for trajectory, right in zip(trajectories, is_right, strict=True):
         has_missed = not trajectory.is_environment_fault and any(
             search.query in policy.missed for search in trajectory.searches
@@ -261,13 +275,13 @@ def _scripted(run: Run) -> Played:
 
     commonest_end = ""
     for stop_reason, count in stop_reasons.most_common(1):
-        commonest_end = f"; of the rest {count} end as {stop_reason}"
+        commonest_end = f"; the most common end of the others is {stop_reason} ({count} times)"
     num_right = sum(is_right)
     num_kept = len(kept_trajectories)
     run.progress.line(
-        f"{num_right} of {len(trajectories)} scripted demonstrations reach the gold answer, "
-        f"{num_kept - num_right} of the others fail by a miss; these {num_kept} are "
-        f"kept{commonest_end}"
+        f"{num_right} of {len(trajectories)} scripted demonstrations reach the gold answer, and "
+        f"{num_kept - num_right} others fail because of a deliberate mistake; these {num_kept} "
+        f"are kept{commonest_end}"
     )
     question_ids = {question.id for question in run.task.questions("train")}
     num_shown = len(question_ids & {trajectory.question_id for trajectory in kept_trajectories})
@@ -279,7 +293,10 @@ def _scripted(run: Run) -> Played:
 
 
 async def _play_scripts(run: Run, policy: ScriptedPolicy) -> tuple[list[Trajectory], list[bool]]:
-    """Return the rewarded trajectories of all demonstrations, and which answer is right."""
+    """Play all demonstrations.
+
+    Returns their trajectories with rewards, and for each whether its answer is right.
+    """
     trajectories: list[Trajectory] = []
     questions: list[Question] = []
     is_right: list[bool] = []
@@ -302,7 +319,7 @@ async def _play_scripts(run: Run, policy: ScriptedPolicy) -> tuple[list[Trajecto
         score = metrics.score(trajectory.final_answer, question.answers, run.task.rule)
         is_right.append(score.em == 1.0)
 
-    # All at once: a judge may have to be waited for.
+    # Compute all rewards at the same time, because a judge may take long to reply.
     rewards = [
         run.reward.rewarded(trajectory, question)
         for trajectory, question in zip(trajectories, questions, strict=True)
@@ -313,7 +330,7 @@ async def _play_scripts(run: Run, policy: ScriptedPolicy) -> tuple[list[Trajecto
 def _few_shot(run: Run) -> Played:
     """Sample with worked examples in the prompt until enough trajectories are right.
 
-    The examples are taken out of what is kept.
+    The kept trajectories are returned under the prompt without the examples.
     """
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
@@ -324,8 +341,8 @@ def _few_shot(run: Run) -> Played:
     questions = run.task.questions("train")
     shard_size = config.sampling.questions_per_shard
 
-    # A shard holds one attempt at each of some questions: first attempts at all questions, then
-    # second ones, and so on.
+    # Each shard holds one attempt at each of its questions. The first shards hold the first
+    # attempts at all questions, the next ones the second attempts, and so on.
     shards: list[tuple[int, Sequence[Question]]] = []
     for number in range(config.warmup.few_shot_attempts):
         for start in range(0, len(questions), shard_size):
@@ -353,8 +370,8 @@ def _few_shot(run: Run) -> Played:
     with sampling.sampling_stage(
         run, name, WARM_UP.step, total=num_wanted, unit="correct"
     ) as stage:
-        # One shard at a time for each process. What is played beyond what is wanted is not used,
-        # whatever the number of processes.
+        # Each process plays one shard at a time. Shards beyond the wanted number of trajectories
+        # are not used, so the result does not depend on the number of processes.
         for start in range(0, len(shards), group_size):
             group = range(start, min(start + group_size, len(shards)))
             sampling.play_share(
@@ -373,7 +390,7 @@ def _few_shot(run: Run) -> Played:
 
 
 def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory under the prompt that is trained."""
+    """Return the trajectory under the prompt that is trained, without the worked examples."""
     kind = run.task.environment_kind
     conversations = [
         with_opening(conversation, run.tokenizer, run.agent.opening(conversation.role, kind))
@@ -383,13 +400,13 @@ def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
 
 
 def _pretrain(run: Run) -> TrainState:
-    """Train the random start on plain text."""
+    """Train a model with random weights on plain text, and return its state."""
     config = run.config.pretraining
     trainer = run.config.trainer
     if config.steps == 0:
         return run.initial_state()
 
-    # Rows are cut into shorter ones, and a step takes as many tokens as before.
+    # Use shorter rows and more of them, so that a step has the same number of tokens.
     pretraining_trainer = dataclasses.replace(
         trainer,
         sequence_length=trainer.sequence_length // config.row_parts,
@@ -411,13 +428,16 @@ def _pretrain(run: Run) -> TrainState:
 
 
 def _document_rows(run: Run, sequence_length: int) -> list[Conversation]:
-    """Return documents with all tokens trained, without those that are longer than a row."""
+    """Return documents whose tokens are all trained, without those that are longer than a row."""
     documents = itertools.islice(_documents(run, stream=0), run.config.pretraining.documents)
     return learning.rows_that_fit(run, list(documents), "documents", sequence_length)
 
 
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:
-    """Yield the task's documents as conversations of one turn."""
+    """Yield the task's documents, each as a conversation with one turn.
+
+    Each `stream` has its own random order of documents.
+    """
     for text in from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream):
         token_ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
         turn = Turn(role="model", token_ids=token_ids, text=text, trained=True)
@@ -425,7 +445,11 @@ def _documents(run: Run, stream: int) -> Iterator[Conversation]:
 
 
 def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conversation]:
-    """Return documents to mix with conversations, so that copying is not unlearnt."""
+    """Return documents to mix with the conversations, so that the model does not forget to copy.
+
+    The number of their tokens is `warmup.pretraining_share` times that of the conversations. There
+    are none if the run starts from a checkpoint.
+    """
     share = run.config.warmup.pretraining_share
     if run.config.init or share == 0:
         return []

@@ -1,1 +1,4 @@
-"""Decoders of three families in JAX, with their weights, adapters, sharding and tokenizers."""
+"""The decoder in JAX, with its weights, adapters, sharding, quantisation and tokenizer.
+
+It runs models of three families: Qwen2.5, Qwen3 and Llama-3 (`families`).
+"""

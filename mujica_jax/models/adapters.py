@@ -1,13 +1,18 @@
-"""Read and write LoRA adapters in PEFT's format.
+"""Read and write LoRA adapters in the format of PEFT.
 
-An adapter's folder has two files, `adapter_config.json` and `adapter_model.safetensors`. The second
-holds `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] for each projection of each layer.
-transformers with PEFT reads such a folder too. `adapter_config` says which projections an adapter
-corrects, and with what scale.
+An adapter corrects some of a model's kernels: it adds a product of two small matrices to each of
+them (`lora`). The folder of an adapter has two files:
 
-Values are written in float16. They are small, and need its three extra bits of precision more than
-the range of bfloat16. The configuration has one field of our own, `base_fingerprint`: the shapes of
-an adapter fit many models, but it is right for only one of them.
+    adapter_config.json         which modules the adapter corrects, and with what scale
+                                (`adapter_config`)
+    adapter_model.safetensors   lora_A [rank, inputs] and lora_B [outputs, rank], for each kernel of
+                                each layer
+
+transformers with PEFT can load such a folder, too. Values are written in float16. They are small,
+so the three extra bits of precision that float16 has are worth more than the range of bfloat16.
+
+The configuration has one field that PEFT lacks, `base_fingerprint`. It identifies the model that
+the adapter was trained on, because the shapes of an adapter fit many models.
 
 A run writes an adapter beside each policy (`runs.versions`), and may start from one (`runs.parts`).
 """
@@ -38,10 +43,11 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Return a fingerprint of a plain decoder's weights, 16 hexadecimal digits of a SHA-256.
+    """Return a fingerprint of a plain decoder's weights: 16 hexadecimal digits of a SHA-256.
 
-    The hash covers one row, that of the first input, of every projection of every layer in float32.
-    Any training changes these rows, and they are small enough to gather from a mesh.
+    The hash covers the weights of the first input of every kernel of every layer, in float32. Any
+    training changes these weights, and they are small enough to gather from a mesh. If the decoder
+    is split over several processes, all of them must call this function.
     """
     digest = hashlib.sha256()
     for weight in projections(decoder.config):
@@ -53,10 +59,11 @@ def fingerprint(decoder: Decoder) -> str:
 
 
 def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return stacked adapters as float16 tensors under PEFT's names.
+    """Return the adapters of a decoder as float16 tensors, by their names in PEFT.
 
-    `layers` holds `<kernel>_lora_a` and `<kernel>_lora_b`, [layers, ...]. Every process of a job
-    must call this, because all take part in gathering the tensors.
+    `layers` holds `<kernel>_lora_a` [layers, inputs, rank] and `<kernel>_lora_b` [layers, rank,
+    outputs]. Every process of a job must call this function, because all of them take part in
+    gathering the tensors.
     """
     tensors = {}
     for weight in projections(decoder.config):
@@ -71,10 +78,10 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
 def save_adapter(
     tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str
 ) -> None:
-    """Write an adapter's folder.
+    """Write the folder of an adapter.
 
-    `base` is the fingerprint of the decoder that the adapters belong to. `name` is the user's name
-    for that decoder.
+    `tensors` comes from `adapter_tensors`. `base` is the fingerprint of the decoder that the
+    adapter was trained on, and `name` is the user's name for this decoder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / TENSORS_FILE, metadata={"format": "pt"})
@@ -93,29 +100,33 @@ def save_adapter(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """An adapter's matrices for one kernel.
+    """The matrices of an adapter for one kernel.
 
-    In layers that the adapter does not correct, they are zero.
+    Layers may have different ranks, so `rank` in shapes is the largest of them. The matrices are
+    zero beyond the rank of a layer, and in layers that the adapter does not correct.
     """
 
-    a: np.ndarray  # [layers, inputs, rank], zero beyond a layer's rank
+    a: np.ndarray  # [layers, inputs, rank]
     b: np.ndarray  # [layers, rank, outputs]
-    ranks: tuple[int, ...]  # of each layer, 0 where it is not corrected
-    scales: np.ndarray  # [layers], float32, 0 where it is not corrected
+    # Rank of each layer, 0 for a layer that the adapter does not correct.
+    ranks: tuple[int, ...]
+    # Scale of each layer, float32, 0 for a layer that the adapter does not correct.
+    scales: np.ndarray  # [layers]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter of a folder, for the decoder that it was read for."""
+    """The adapter of a folder, read for one decoder."""
 
     folder: Path
-    matrices: dict[str, Matrices]  # of each kernel that it corrects, by name
+    # Name of a kernel -> matrices, for each kernel that the adapter corrects.
+    matrices: dict[str, Matrices]
 
     def rank_and_alpha(self) -> tuple[int, float]:
-        """Return the rank and the alpha with which training continues.
+        """Return the rank and the alpha with which training continues. The scale is alpha / rank.
 
-        The adapter's scale is alpha / rank. Raises UserError if layers or kernels differ in rank or
-        scale: adapters are trained with one of each.
+        Raises UserError if layers or kernels differ in rank or scale, because the trainer supports
+        only one rank and one scale.
         """
         ranks_and_scales: set[tuple[int, float]] = set()
         for matrices in self.matrices.values():
@@ -126,25 +137,25 @@ class Adapter:
             )
             raise UserError(
                 f"{self.folder} corrects some matrices with {shown}, and adapters are trained with "
-                "one rank and one scale in all layers: merge it into its base with PEFT "
-                "(merge_and_unload) and give --init the result"
+                "one rank and one scale in all layers: merge the adapter into its base with PEFT "
+                "(merge_and_unload) and pass the result to --init"
             )
         ((rank, scale),) = ranks_and_scales
         return rank, scale * rank
 
 
 def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
-    """Read the adapter of a folder.
+    """Return the adapter of a folder.
 
-    Raises UserError if the folder holds no adapter, or one of another base than `decoder`.
+    Raises UserError if the folder holds no adapter, or an adapter of another model than `decoder`.
     """
     config = read_adapter_config(folder)
     base_fingerprint = fingerprint(decoder)
-    # PEFT's own adapters name no fingerprint.
+    # Adapters that PEFT wrote have no fingerprint.
     if config.base_fingerprint not in (None, base_fingerprint):
         raise UserError(
-            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}) and "
-            f"the model given has fingerprint {base_fingerprint}: give the checkpoint that the "
+            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}), and "
+            f"this model has the fingerprint {base_fingerprint}: use the checkpoint that the "
             "adapter was trained on"
         )
 
@@ -161,16 +172,16 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
         modules = ", ".join(_module(weight) for weight in projections(decoder.config))
         raise UserError(
             f"{config.file} has target_modules {config.targets!r}, which names no projection of "
-            f"this model's layers ({modules}): give the checkpoint that the adapter was trained on "
+            f"this model's layers ({modules}): use the checkpoint that the adapter was trained on "
             f"({config.base_model})"
         )
     return Adapter(folder=folder, matrices=matrices)
 
 
 def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
-    """Merge the adapter of a folder into the decoder's weights, in place, and return the decoder.
+    """Merge the adapter of a folder into the weights of the decoder, and return the decoder.
 
-    Raises the errors of `read_adapter`.
+    The decoder is changed in place. Raises UserError as `read_adapter`.
     """
     for name, matrices in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
@@ -182,10 +193,10 @@ def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
 
 
 def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
-    """Return an adapted decoder's parameters with its adapters replaced by this one.
+    """Return the parameters of an adapted decoder, with `adapter` in place of its fresh adapters.
 
-    Each new array has the type and the layout of the one that it replaces. A kernel that the
-    adapter does not correct keeps its fresh matrices, which change nothing yet.
+    Each new array has the type and the sharding of the array that it replaces. A kernel that the
+    adapter does not correct keeps its fresh matrices, whose product is zero.
     """
     new_values: dict[str, np.ndarray] = {}
     for name, matrices in adapter.matrices.items():
@@ -204,13 +215,13 @@ def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
 
 
 def trained_adapters(params: nnx.State) -> dict[str, Array]:
-    """Return the stacked adapters of an adapted decoder's parameters, by name."""
+    """Return the adapters among the parameters of an adapted decoder, by name, [layers, ...]."""
     adapters = nnx.to_flat_state(nnx.filter_state(params, nnx.LoRAParam))
     return {str(path[-1]): variable.get_value() for path, variable in adapters}
 
 
 def _check_tensors_file(folder: Path) -> None:
-    """Check that an adapter's matrices are there. Raises UserError."""
+    """Check that a folder has the safetensors file of an adapter. Raises UserError."""
     file = folder / TENSORS_FILE
     if file.exists():
         return
@@ -218,15 +229,15 @@ def _check_tensors_file(folder: Path) -> None:
         if path.suffix in PICKLED:
             raise UserError(
                 f"{folder} has its matrices pickled ({path.name}), which can run code when opened: "
-                "save the adapter as safetensors"
+                "convert them to safetensors first"
             )
     raise UserError(f"{file} is missing: download the adapter again")
 
 
 def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> None:
-    """Check that each tensor belongs to a matrix that the configuration names as corrected.
+    """Check that each tensor belongs to a module that the configuration says is corrected.
 
-    Raises UserError.
+    `names` are the names of all tensors in the file. Raises UserError.
     """
     model_names: set[str] = set()
     corrected_names: set[str] = set()
@@ -241,15 +252,15 @@ def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> No
     foreign = names - model_names
     if foreign:
         raise UserError(
-            f"{folder} has a tensor {min(foreign)} and the model no such matrix in its layers' "
-            "projections: give the checkpoint that the adapter was trained on "
+            f"{folder} has a tensor {min(foreign)}, and no projection in the layers of this model "
+            "has such a tensor: use the checkpoint that the adapter was trained on "
             f"({config.base_model}), or merge the adapter into it with PEFT (merge_and_unload)"
         )
     uncorrected = names - corrected_names
     if uncorrected:
         raise UserError(
-            f"{folder} has a tensor {min(uncorrected)} and {CONFIG_FILE} does not name its module "
-            f"(target_modules {config.targets!r}, exclude_modules {config.excluded!r}, "
+            f"{folder} has a tensor {min(uncorrected)} and {CONFIG_FILE} does not select its "
+            f"module (target_modules {config.targets!r}, exclude_modules {config.excluded!r}, "
             f"layers_to_transform {config.layers!r}): the two files do not belong together, so "
             "download the adapter again"
         )
@@ -258,7 +269,7 @@ def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> No
 def _read_matrices(
     opened: Any, names: set[str], weight: Weight, modules: Sequence[str], config: AdapterConfig
 ) -> Matrices:
-    """Read the matrices of one kernel in all layers."""
+    """Return the matrices of one kernel in all layers. `modules` are its names in PEFT."""
     inputs, outputs = weight.sides
     ranks = [0] * len(modules)
     for layer, module in enumerate(modules):
@@ -282,7 +293,7 @@ def _read_matrices(
 def _read_tensor(
     opened: Any, names: set[str], name: str, shape: tuple[int, int], config: AdapterConfig
 ) -> Float[np.ndarray, "rows columns"]:
-    """Read one tensor in float32.
+    """Return the tensor of this name in float32.
 
     Raises UserError if it is missing, has another shape, or holds a number that is not finite.
     """
@@ -293,27 +304,28 @@ def _read_tensor(
             tensor = f"a tensor of {' x '.join(map(str, own_shape))} as"
         raise UserError(
             f"{config.file.parent} has {tensor} {name} and the model needs {shape[0]} x {shape[1]} "
-            f"with the rank and the target_modules of {CONFIG_FILE}: give the checkpoint that the "
+            f"with the rank and the target_modules of {CONFIG_FILE}: use the checkpoint that the "
             f"adapter was trained on ({config.base_model})"
         )
     values = opened.get_tensor(name).astype(np.float32)
     if not np.isfinite(values).all():
         raise UserError(
             f"{config.file.parent} has numbers that are not finite in {name}, so its training went "
-            "wrong: give another adapter"
+            "wrong: use another adapter"
         )
     return values
 
 
 def _modules(weight: Weight, layers: int) -> list[str]:
-    """Return the names of one projection in all layers, as PEFT calls them."""
+    """Return the names of one kernel in all layers, as PEFT calls its modules."""
     return [f"model.layers.{layer}.{_module(weight)}" for layer in range(layers)]
 
 
 def _module(weight: Weight) -> str:
-    """Return the name of a projection in its layer, such as `self_attn.q_proj`."""
+    """Return the name of a kernel's module within its layer, such as `self_attn.q_proj`."""
     return weight.hugging_face.removesuffix(".weight")
 
 
 def _tensor_name(module: str, part: str) -> str:
+    """Return the name of a module's matrix in an adapter. `part` is "A" or "B"."""
     return f"base_model.model.{module}.lora_{part}.weight"

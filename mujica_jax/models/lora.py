@@ -1,15 +1,19 @@
-"""LoRA adapters on the seven projections of every layer (Hu et al. 2021).
+"""LoRA adapters on the seven kernels of every layer (Hu et al., 2021, arXiv 2106.09685).
 
-    rows @ W + (alpha / rank) * (rows @ A) @ B
+    product(rows) = rows @ W + (alpha / rank) * (rows @ A) @ B
 
-    A: [inputs, rank], drawn (He, uniform)
-    B: [rank, outputs], zero
+    W: [inputs, outputs], frozen
+    A: [inputs, rank], trained, drawn at the start (He uniform)
+    B: [rank, outputs], trained, zero at the start
 
-An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and
-`<kernel>_lora_b` (`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by
-which `Block.product` adds them: in float32 to W, else to the product. Adapters are float32 whatever
-the compute type. `merged` gives back a plain decoder: the engine and the Hugging Face export know
-no adapters. Called by `learning.trainer`; `adapters` stores them.
+An adapted decoder is a decoder with three additions in its `Block`. Beside each stacked kernel it
+has `<kernel>_lora_a` and `<kernel>_lora_b`, which are `nnx.LoRAParam`s of shape [layers, ...].
+`adapter_scale` holds alpha / rank. `Block.product` adds the adapter: to W itself if it computes in
+float32, else to the product with W. Adapters are float32 for every compute type.
+
+`merged` turns an adapted decoder into a plain one, because the engine and the Hugging Face export
+support only plain decoders. `learning.trainer` calls this module, and `adapters` reads and writes
+adapters.
 """
 
 import functools
@@ -28,9 +32,10 @@ HE_UNIFORM = jax.nn.initializers.he_uniform()
 
 
 def check_rank(config: DecoderConfig, rank: int) -> None:
-    """Check that the rank is at most each matrix's smaller side. Raises UserError.
+    """Check that the rank is at most the smaller side of each kernel.
 
-    A higher one would train more numbers than the matrix has and express nothing more.
+    A higher rank would train more numbers than the kernel has, and could express nothing more.
+    Raises UserError.
     """
     smallest = min(projections(config), key=lambda weight: min(weight.sides))
     inputs, outputs = smallest.sides
@@ -42,9 +47,10 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
 
 
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
-    """Return the decoder with fresh adapters, which computes what it computed before.
+    """Return the decoder with fresh adapters. It shares the weights of `decoder`.
 
-    It shares the weights of `decoder`.
+    B is zero, so the result computes the same as `decoder`. `key` is a random key for A. Raises
+    UserError if the rank is too high.
     """
     check_rank(decoder.config, rank)
     adapted_decoder = nnx.clone(decoder)
@@ -55,15 +61,16 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
     for number, weight in enumerate(projections(decoder.config)):
         inputs, outputs = weight.sides
         dtype = getattr(layers, weight.name).get_value().dtype
-        # Twice the number, so that adapters of existing runs are drawn alike.
+        # The factor of 2 has no meaning today. It keeps the values that earlier versions drew.
         fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
         weight_keys = fold_in(layer_keys, 2 * number)
         draw = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=dtype))
-        # Drawn in the type of the kernel: fused, it would not be rounded to that.
+        # A is drawn in the type of the kernel. Without the barrier XLA would fuse the conversion to
+        # float32 into the draw, and A would not be rounded to that type.
         a = jax.lax.optimization_barrier(draw(weight_keys))
         b = jnp.zeros((len(layer_keys), rank, outputs))
 
-        # Of a side that was several dimensions, the outermost is split.
+        # A side of a kernel may consist of several dimensions. The mesh splits the first of them.
         a_axes = ("layers", weight.axes[0], None)
         b_axes = ("layers", None, weight.axes[weight.inputs])
         a_param = nnx.LoRAParam(a.astype(jnp.float32), logical_axes=a_axes)
@@ -76,7 +83,7 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
 def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
     """Return a plain decoder that computes the same as the adapted one.
 
-    Every kernel W becomes W + (alpha / rank) * A B.
+    Each kernel W becomes W + (alpha / rank) * A B.
     """
     plain = nnx.eval_shape(lambda: Decoder(decoder.config, rngs=nnx.Rngs(0), dtype=decoder.dtype))
     nnx.update(plain, nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
@@ -94,8 +101,8 @@ def add_product(
     b: Float[Array, "layers rank outputs"],
     scale: float | Float[Array, "layers 1 1"],
 ) -> Float[Array, "layers *shape"]:
-    """Return W + scale * A B, float32."""
-    # In full float32: the accelerators' default precision would round what is added to the weights
-    # for good.
+    """Return the kernel W plus scale * A B, in float32."""
+    # Multiply with full float32 precision. By default accelerators multiply float32 matrices with
+    # less, and the weights would keep this error.
     product = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     return kernel.astype(jnp.float32) + product.reshape(kernel.shape)

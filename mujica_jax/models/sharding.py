@@ -1,8 +1,12 @@
-"""Lay out arrays over a device mesh.
+"""Shard arrays over a device mesh with the axes `data`, `fsdp` and `tensor`.
 
-Weights declare logical axes (`layers.Weight`). `RULES` maps these names to the mesh axes `data`,
-`fsdp` and `tensor`. To try another layout, change the mapping: initialisation, restoring, import
-and the ahead-of-time plan all read it from here.
+    data     splits the rows of a batch, and copies the weights
+    fsdp     splits the rows of a batch, the weights and the optimiser state
+    tensor   splits the heads, the MLP and the vocabulary
+
+Each weight declares the logical axis of each of its dimensions (`layers.Weight`), and `RULES` maps
+logical axes to mesh axes. To try another layout, change `RULES`. Initialisation, restoring, import
+and the ahead-of-time plan all follow it.
 """
 
 import dataclasses
@@ -26,29 +30,29 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The mesh axes over which a logical axis is split.
+    """The mesh axes over which a logical axis is split."""
 
-    Without any, every device has the whole axis.
-    """
-
+    # Without any mesh axis, every device has the whole logical axis.
     mesh_axes: tuple[str, ...] = ()
-    # Keep it whole, instead of refusing, where the mesh does not divide it.
+    # Whether a size that the mesh does not divide stays whole on every device. If False, such a
+    # size raises UserError.
     may_replicate: bool = False
 
 
 RULES: Mapping[str, Rule] = {
-    # Rows of activations; `shard_batch` is strict.
+    # Rows of activations. `shard_batch`, which shards the inputs, needs a size that divides.
     "batch": Rule(mesh_axes=("data", "fsdp"), may_replicate=True),
-    # The scan runs over it.
+    # The scan runs over this axis, so each device needs all of it.
     "layers": Rule(),
     "vocab": Rule(mesh_axes=("tensor",)),
     "embed": Rule(mesh_axes=("fsdp",)),
     "heads": Rule(mesh_axes=("tensor",)),
-    # Often fewer than the tensor axis has devices; their kernels are small.
+    # Models often have fewer key heads than the tensor axis has devices. The kernels of these heads
+    # are small, so they may stay whole.
     "kv_heads": Rule(mesh_axes=("tensor",), may_replicate=True),
     "head_dim": Rule(),
     "mlp": Rule(mesh_axes=("tensor",)),
-    # Vectors: gathering them costs more than keeping them.
+    # Scales of norms are small vectors. Gathering them would cost more than storing them whole.
     "norm": Rule(),
 }
 
@@ -56,8 +60,9 @@ RULES: Mapping[str, Rule] = {
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Return a mesh of data x fsdp x tensor devices.
 
-    A single process may have more devices: then the mesh takes the first ones. Several processes
-    must use all of theirs. Raises UserError.
+    `devices` are by default all devices of the job. A single process may have more devices than the
+    mesh needs, which then uses the first ones. Several processes must use all of their devices.
+    Raises UserError if the numbers do not fit.
     """
     shape = (data, fsdp, tensor)
     available = list(jax.devices() if devices is None else devices)
@@ -78,13 +83,13 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     if slices == 1:
         return jax.make_mesh(shape, MESH_AXES, devices=mesh_devices, axis_types=types)
 
-    # The network between slices is slow: the data axis alone, whose gradients are summed once a
-    # step, crosses it.
+    # The network between slices is slow. Only the data axis crosses it, because its gradients are
+    # summed just once per step.
     if data % slices:
         raise UserError(
-            f"trainer.data_parallel_size is {data} and the job has {slices} slices (of TPUs; hosts "
-            f"of GPUs): use a multiple of {slices}, since only the data axis may cross the network "
-            "between them"
+            f"trainer.data_parallel_size is {data} and the job has {slices} slices (TPU slices, or "
+            f"GPU hosts): use a multiple of {slices}, because only the data axis may cross the "
+            "network between slices"
         )
     grid = mesh_utils.create_hybrid_device_mesh(
         (data // slices, fsdp, tensor),
@@ -96,16 +101,17 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
 
 
 def _num_slices(devices: Sequence[Any]) -> int:
+    """Return the number of TPU slices, or GPU hosts, that the devices belong to."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Return the mesh axes that each dimension of a weight is split over.
+    """Return the mesh axes over which each dimension of a weight is split.
 
-    Raises UserError for a size that the mesh does not divide. JAX itself refuses a mesh axis that
-    is used twice.
+    `logical_axes` names the logical axis of each dimension of `shape`. Raises UserError for a size
+    that the mesh does not divide. JAX raises an error if a mesh axis is used twice.
     """
     axis_sizes = dict(mesh.shape)
     spec = []
@@ -114,14 +120,15 @@ def partition_spec(
         rule = Rule() if axis is None else RULES[axis]
         parts = math.prod(axis_sizes[name] for name in rule.mesh_axes)
         is_divided = size % parts == 0
-        # The scale of a kernel in eight bits has one number for all its inputs.
+        # A dimension of size 1 stays whole. The scale of a kernel in eight bits has such a
+        # dimension in place of the kernel's inputs.
         if not is_divided and not (rule.may_replicate or size == 1):
             divisors = [
                 count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size
             ]
             raise UserError(
                 f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of "
-                f"size {parts}: use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
+                f"size {parts}: use {' x '.join(rule.mesh_axes)} of size {_either(divisors)}"
             )
 
         if not is_divided or not rule.mesh_axes:
@@ -134,11 +141,11 @@ def partition_spec(
 
 
 def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Return a NamedSharding for every array of a decoder, an optimiser, or a state made from one.
+    """Return the NamedSharding of every array of a module, or of a state made from modules.
 
-    Such a state may be abstract, or hold gradients. The result has the structure of the state, so
-    it can stand beside it in `jax.tree.map`, `jax.jit` and `jax.device_put`. An array that declares
-    no logical axes, such as a step counter, is replicated.
+    The state may be abstract, and may hold optimiser state or gradients. The result has the
+    structure of the state, as `jax.tree.map`, `jax.jit` and `jax.device_put` expect it. An array
+    without logical axes, such as a step counter, is replicated.
     """
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
@@ -159,9 +166,10 @@ def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Return which rows of a batch of `count` rows lie on devices of this process, in rising order.
+    """Return the indexes of the rows of a batch that are on devices of this process.
 
-    A single process has all of them. `config.checks.check_rows` checks `count`.
+    The batch has `count` rows, and the indexes rise. A single process has all rows.
+    `config.checks.check_rows` has checked that the mesh divides `count`.
     """
     row_numbers = np.arange(count)
     if jax.process_count() == 1:
@@ -171,18 +179,19 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Split the rows (leading dimension) of every array over data x fsdp.
+    """Return the arrays with their rows (leading dimension) split over data x fsdp.
 
-    Each process passes its `own_rows` of the batch.
+    Each process passes only its `own_rows` of the batch.
     """
     put_rows = functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh))
     return jax.tree.map(put_rows, batch)
 
 
 def on_host(values: Array) -> np.ndarray:
-    """Return a whole array in the memory of this host.
+    """Return a copy of a whole array in the memory of this host.
 
-    If the array lies on the devices of several processes, all of them must call this.
+    If the array is split over the devices of several processes, all of them must call this
+    function.
     """
     if not values.is_fully_addressable:
         from jax.experimental import multihost_utils
@@ -192,24 +201,27 @@ def on_host(values: Array) -> np.ndarray:
 
 
 def _row_sharding(mesh: Mesh) -> NamedSharding:
+    """Return the sharding that splits the leading dimension over data x fsdp."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"].mesh_axes))
 
 
 def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
-    """Pin the layout of an activation under `jax.set_mesh(mesh)`.
+    """Fix the sharding of an activation under `jax.set_mesh(mesh)`.
 
-    Without a mesh, or inside `shard_map`, the array stays as it is. Without this the compiler may
-    carry the layout of the embedding table (split over features) through the whole network.
+    Otherwise the compiler may carry the sharding of the embedding, which is split over features,
+    through the whole network. Without a mesh, or inside `shard_map`, the array is returned as it
+    is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.axis_names != MESH_AXES:
         return array
-    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):  # inside `shard_map`
+    # Inside `shard_map` an axis is not Auto.
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
         return array
     return jax.lax.with_sharding_constraint(array, partition_spec(logical_axes, array.shape, mesh))
 
 
 def _either(numbers: Sequence[int]) -> str:
-    """Return "1, 2 or 4"."""
+    """Return the numbers as a phrase, such as "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,10 +1,11 @@
-"""Read the safetensors files of a Hugging Face folder. Pickled weights are never opened.
+"""Read and check the safetensors files of a Hugging Face folder.
 
-All names are checked before the first tensor is read. A UserError names a tensor that belongs to
-none of the expected weights, a tensor that is set twice, and a tensor that is missing. It also
-names a file that is cut or damaged, or a pointer that Git LFS left in place of a file.
+The caller passes a table of the weights that it expects (`WeightTable`). All names are compared
+with this table before the first tensor is read. A UserError names a tensor that is unexpected,
+missing, or stored twice. It also names a file that is truncated, damaged, or a Git LFS pointer.
+Pickled weights are never opened, because they can run code.
 
-Callers (`weights`, `retrieval.embedding.encoder`) say which weights they expect.
+Called by `weights` and `retrieval.embedding.encoder`.
 """
 
 import dataclasses
@@ -30,25 +31,33 @@ from mujica_jax.models.sharding import partition_spec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Suffixes of files with pickled weights.
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# A pattern that matches no name.
 NOTHING = re.compile(r"(?!)")
+# A part of an array: one slice for each dimension.
 Index = tuple[slice, ...]
 Folder = str | os.PathLike[str]
-ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
+# XLA uses host memory on a CPU without a copy if its address is a multiple of this many bytes.
+ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightTable:
-    """Every weight of a model, with its names in a checkpoint."""
+    """The weights of a model, with their names in a checkpoint."""
 
-    outer: Sequence[Weight]  # outside the layers
-    inner: Sequence[Weight]  # of one layer; a module stacks those of all layers
+    # Weights outside the layers.
+    outer: Sequence[Weight]
+    # Weights of one layer. The model stacks each of them over all layers.
+    inner: Sequence[Weight]
     num_layers: int
-    layer: str  # what names of a layer begin with, for `format` with the layer's number
-    stacked: str | None  # leading logical axis of stacked weights
+    # Beginning of the names of a layer's tensors, with {} for the number of the layer.
+    layer: str
+    # Logical axis of the leading dimension of stacked weights.
+    stacked: str | None
 
     def names(self) -> Iterator[tuple[str, Weight]]:
-        """Yield every tensor of a checkpoint with the weight it belongs to."""
+        """Yield the name of each tensor of a checkpoint, and the weight that it belongs to."""
         for weight in self.outer:
             yield weight.hugging_face, weight
         for layer in range(self.num_layers):
@@ -59,8 +68,8 @@ class WeightTable:
 class Tensors:
     """The tensors of a checkpoint directory.
 
-    A file is mapped only while one of its tensors is read. Otherwise pages that were read would
-    stay in memory as part of the mapping.
+    A file is mapped into memory only while one of its tensors is read. A mapping that stays open
+    would keep all pages that were read in memory.
     """
 
     def __init__(
@@ -73,10 +82,11 @@ class Tensors:
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """Find every tensor of the table, and check that there are no others. Raises UserError.
+        """Find the file of each tensor in the table, and check that there are no other tensors.
 
-        `needed` completes the "give ..." of an error. `prefix` is dropped from the beginning of
-        names. `tied` names two tensors. The first one is ignored if it is equal to the second.
+        Error messages say `needed`, a phrase for the kind of checkpoint that fits. Tensors whose
+        names match `ignored` are skipped. `prefix` is removed from the beginning of names. `tied`
+        names two tensors, and the first is ignored if it is equal to the second. Raises UserError.
         """
         self.folder = folder
         self.table = table
@@ -93,41 +103,44 @@ class Tensors:
                     continue
                 if name in self.files:
                     raise UserError(
-                        f"tensor {name} is set twice in {folder}: remove one of its files"
+                        f"tensor {name} is set twice in {folder}: remove one of the files that "
+                        "hold it"
                     )
                 self.files[name] = path, stored
-        # Some exports of tied models store the embedding a second time as head; a head that differs
-        # would be lost.
+        # Some exports of models with tied embeddings store the embedding again as the head. Ignore
+        # such a head only if it is equal, because the decoder would lose one that differs.
         if tied is not None and self._has_equal(*tied):
             del self.files[tied[0]]
 
-        # Refuse tensors beyond the table, and a table beyond the tensors.
+        # Refuse tensors that are not in the table, and weights that have no tensor.
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
-                f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to "
-                f"it, as its config.json does not expect it: give {needed}, or correct config.json"
+                f"{self.files[name][0]} has a tensor {name} and its config.json does not expect "
+                f"it: use {needed}, or correct config.json"
             )
         for name in sorted(expected.keys() - self.files.keys()):
             raise UserError(
-                f"{folder} lacks the tensor {name} that its config.json asks for: download it again"
+                f"{folder} lacks the tensor {name}, which its config.json expects: download it "
+                "again"
             )
 
     def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
-        """Return a tensor in our layout, float32.
+        """Return a tensor in float32, with the shape `weight.shape`.
 
-        With `index`, only that part of the tensor is read from the file.
+        With `index`, only this part of the tensor is read from the file and returned.
         """
         path, stored_name = self.files[name]
         with open_file(path) as opened:
             return self._part(opened.get_slice(stored_name), weight, name, index)
 
     def _part(self, stored: Any, weight: Weight, name: str, index: Index | None) -> np.ndarray:
-        """Read a part of a tensor, in our layout."""
+        """Return a part of a stored tensor, as `read`. Raises UserError for another shape."""
         shape = tuple(stored.get_shape())
         if shape != weight.hugging_face_shape:
             raise UserError(
                 f"tensor {name} in {self.folder} has shape {shape} and config.json asks for "
-                f"{weight.hugging_face_shape}: the two files do not belong together"
+                f"{weight.hugging_face_shape}: the two files do not belong together, so download "
+                "the checkpoint again"
             )
 
         if index is None:
@@ -138,7 +151,8 @@ class Tensors:
             bounds.append(slice(start, stop))
         index = tuple(bounds)
 
-        if weight.inputs:  # stored as [outputs, inputs], each side flattened
+        # A kernel is stored as a matrix [outputs, inputs], with each side flattened.
+        if weight.inputs:
             inputs = _flattened(index[: weight.inputs], weight.shape[: weight.inputs])
             outputs = _flattened(index[weight.inputs :], weight.shape[weight.inputs :])
             values = stored[outputs, inputs].T
@@ -150,10 +164,12 @@ class Tensors:
         return values.astype(np.float32, copy=False).reshape(part_shape)
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-        """Return all weights in the structure of a module with this table.
+        """Return all weights in `dtype`, by their names in the module.
 
-        They lie on the default device, or each part on those devices of the mesh that hold it. The
-        host holds one part of a weight at a time in `dtype`, and one layer of that part in float32.
+        Weights of layers are stacked over the layers, and are under the key "layers". With `mesh`
+        each device gets its part of each weight. Without it the weights are on the default device.
+        Host memory holds one part of one weight at a time in `dtype`, and one layer of this part in
+        float32.
         """
         names: dict[str, list[str]] = {}
         for name, weight in self.table.names():
@@ -172,7 +188,7 @@ class Tensors:
     def _load_weight(
         self, weight: Weight, name: str, mesh: Mesh | None, dtype: DTypeLike
     ) -> jax.Array:
-        """Load a weight outside of the layers."""
+        """Return a weight outside of the layers."""
 
         def read_part(index: Index) -> np.ndarray:
             values = _aligned(_part_shape(weight.shape, index), jnp.dtype(dtype))
@@ -184,7 +200,7 @@ class Tensors:
     def _load_stacked(
         self, weight: Weight, names: Sequence[str], mesh: Mesh | None, dtype: DTypeLike
     ) -> jax.Array:
-        """Load a weight of all layers, stacked; `names` are those of its tensors, one a layer."""
+        """Return a weight of all layers, stacked. `names` has the tensor's name in each layer."""
         shape = (len(names), *weight.shape)
         axes = (self.table.stacked, *weight.axes)
 
@@ -198,13 +214,13 @@ class Tensors:
         return _placed(shape, axes, mesh, read_part)
 
     def _has_equal(self, name: str, other_name: str) -> bool:
-        """Return whether both tensors are there and hold the same numbers."""
+        """Return whether both tensors exist and hold the same numbers."""
         if name not in self.files or other_name not in self.files:
             return False
         return np.array_equal(self._stored(name), self._stored(other_name))
 
     def _stored(self, name: str) -> np.ndarray:
-        """Read a whole tensor in the layout of its file."""
+        """Return a whole tensor with the shape and type that it has in its file."""
         path, stored_name = self.files[name]
         with open_file(path) as opened:
             return opened.get_tensor(stored_name)
@@ -216,9 +232,10 @@ def _placed(
     mesh: Mesh | None,
     read_part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """Return an array whose distinct parts are each read once.
+    """Return an array that `read_part` reads, on the default device or sharded over `mesh`.
 
-    A part is freed before the next one is read: the function waits until the devices have it.
+    Each distinct part is read once, also if several devices hold it. The function waits until the
+    devices have received a part. Its host memory is then freed before the next part is read.
     """
     if mesh is None:
         values = read_part((slice(None),) * len(shape))
@@ -241,9 +258,9 @@ def _placed(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
-    """Return uninitialised memory that a CPU device can use without a copy.
+    """Return an uninitialised array that a CPU device can use without a copy.
 
-    A copy would double the memory of an import.
+    A copy would double the memory that loading a checkpoint takes.
     """
     size = math.prod(shape)
     spare = ALIGNMENT // dtype.itemsize
@@ -253,10 +270,14 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*sha
 
 
 def _flattened(index: Index, shape: tuple[int, ...]) -> slice:
-    """Return the slice of the flattened dimensions that belongs to a part of the first one."""
+    """Return the slice of flattened dimensions that corresponds to a part of the first dimension.
+
+    `index` is the part of an array of this shape. It takes all other dimensions whole.
+    """
     for dimension, size in zip(index[1:], shape[1:], strict=True):
         assert (dimension.start, dimension.stop) == (0, size), (
-            "the mesh splits the first dimension of a kernel's inputs and of its outputs only"
+            f"the part {index} of an array of shape {shape} cuts a dimension after the first, "
+            "and the mesh may split only the first one of a kernel's inputs and of its outputs"
         )
     stride = math.prod(shape[1:])
     return slice(index[0].start * stride, index[0].stop * stride)
@@ -268,7 +289,7 @@ def _part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files that hold a folder's weights. Raises UserError where there are none."""
+    """Return the files that hold the weights of a folder. Raises UserError if there are none."""
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if (folder / INDEX_FILE).exists():
@@ -280,15 +301,15 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
             "convert them to safetensors first"
         )
     raise UserError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging "
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: choose the directory of a Hugging "
         "Face checkpoint"
     )
 
 
 def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files that the index of a split checkpoint names.
+    """Return the files that the index of a checkpoint in several files names.
 
-    Raises UserError if one of them is missing.
+    Raises UserError if the index is damaged or one of the files is missing.
     """
     file = folder / INDEX_FILE
     weight_map = read_json(file).get("weight_map")
@@ -300,12 +321,12 @@ def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
     paths = [folder / name for name in sorted(set(names))]
     for path in paths:
         if not path.exists():
-            raise UserError(f"{path} is named by {INDEX_FILE} but missing: download it again")
+            raise UserError(f"{path} is named by {INDEX_FILE} but is missing: download it again")
     return paths
 
 
 def open_file(path: pathlib.Path) -> Any:
-    """Map a safetensors file. Raises UserError where it is damaged."""
+    """Map a safetensors file into memory and return it. Raises UserError if it is damaged."""
     refuse_pointer(path)
     try:
         return safe_open(path, framework="numpy")

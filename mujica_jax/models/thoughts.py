@@ -1,17 +1,17 @@
-"""Separate what a model thinks from what it says: only text outside of its thoughts counts.
+"""Separate the thoughts of a model from what it says. Only text outside of thoughts counts.
 
-A thought begins at `<think>` and ends at the next `</think>`, in capital or small letters. Nothing
-in it is read: no tag, no stop string, no action. Three more rules:
+A thought begins at `<think>` and ends at the next `</think>`, in upper or lower case. Nothing in a
+thought is read: no tag, no stop string, no action. Three more rules:
 
-- A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The
-  model's turn then begins inside it, and has no `<think>` of its own.
-- A `</think>` before the turn's first `<think>` closes a thought whose beginning is not in the
-  turn. Everything before it is thought. A later `</think>` that closes nothing is removed.
-- A thought without an end hides everything behind it.
+1. A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The
+   model's turn then begins inside the thought and has no `<think>` of its own.
+2. A `</think>` before the first `<think>` of a turn closes a thought that began before the turn.
+   Everything before this `</think>` is thought. A later `</think>` that closes nothing is removed.
+3. A thought without an end hides everything after its beginning.
 
-Engines look for stop strings while a text grows, so they can follow the first rule and not the
-second: `inference/requests.py` uses the same tags and is told whether the prompt left a thought
-open.
+Engines look for stop strings while a text is still being generated. So they cannot follow rule 2,
+which needs the whole turn. For rule 1, `SamplingParams.thought_open` in `inference/requests.py`
+says whether the prompt leaves a thought open.
 """
 
 import re
@@ -19,15 +19,15 @@ import re
 OPEN_THOUGHT = "<think>"
 CLOSE_THOUGHT = "</think>"
 _TAG = r"<(\s?/)?\s?think\s?>"
-# ASCII: a character that merely looks like one of these letters in another case makes no tag, as in
-# bytes.
+# re.ASCII: without it, re.IGNORECASE would also match non-ASCII letters such as U+212A, the Kelvin
+# sign, in place of "k". The pattern for bytes matches ASCII letters only.
 THOUGHT_TAG = re.compile(_TAG, re.IGNORECASE | re.ASCII)
 THOUGHT_TAG_BYTES = re.compile(_TAG.encode(), re.IGNORECASE)
 LONGEST_TAG_BYTES = len("< / think >")
 
 
 def outside_thoughts(text: str) -> str:
-    """Return what a turn says, without its thoughts and their tags."""
+    """Return the text of a turn without its thoughts and their tags."""
     parts: list[str] = []
     is_open = False
     position = end_of_unopened_thought(text)
@@ -44,9 +44,9 @@ def outside_thoughts(text: str) -> str:
 
 
 def end_of_unopened_thought(text: str) -> int:
-    """Return where a thought ends that was opened before the turn's beginning.
+    """Return the position behind the `</think>` of a thought that began before the turn.
 
-    The result is 0 if there is no such thought.
+    The result is 0 if the turn does not close such a thought.
     """
     end = 0
     for tag in THOUGHT_TAG.finditer(text):
@@ -58,13 +58,16 @@ def end_of_unopened_thought(text: str) -> int:
 
 
 def is_open_after(text: str, *, was_open: bool = False) -> bool:
-    """Return whether a thought is open behind a text; `was_open` says so of its beginning."""
+    """Return whether a thought is open at the end of a text.
+
+    `was_open` says whether a thought was open at the beginning of the text.
+    """
     tags = list(THOUGHT_TAG.finditer(text))
     return was_open if not tags else tags[-1][1] is None
 
 
 def first_thought(text: str) -> str:
-    """Return what stands in the first thought of a turn, empty where no thought is closed."""
+    """Return the text of the first thought of a turn, or "" if the turn closes no thought."""
     tags = list(THOUGHT_TAG.finditer(text))
     closing = next((tag for tag in tags if tag[1] is not None), None)
     if closing is None:
@@ -74,9 +77,9 @@ def first_thought(text: str) -> str:
 
 
 def opened_thought(generation_prompt: str) -> str:
-    """Return the end of a generation prompt that opens a thought, from its tag on.
+    """Return the end of a generation prompt, from the `<think>` that opens a thought.
 
-    The result is empty if the prompt opens none.
+    The result is empty if the prompt leaves no thought open.
     """
     if not is_open_after(generation_prompt):
         return ""
@@ -85,7 +88,11 @@ def opened_thought(generation_prompt: str) -> str:
 
 
 def within_opened_thought(text: str) -> str:
-    """Write a whole turn as it goes on after a prompt that opened its thought."""
+    """Return a whole turn as a model would write it after a prompt that opened the thought.
+
+    A `<think>` at the beginning is removed, because the prompt has it already. A turn without a
+    thought begins with `</think>`, which closes an empty thought.
+    """
     if end_of_unopened_thought(text):
         return text
     tag = THOUGHT_TAG.search(text)

@@ -1,13 +1,13 @@
-"""Convert text to token ids and back, and keep untrusted text free of special tokens.
+"""Convert text to token ids and back, and keep special tokens out of untrusted text.
 
-There are three kinds of text, and an encoder for each:
+Each kind of text has its own encoder:
 
-- the chat template's scaffold, whose special tokens count;
-- a model's own words, whose protocol tags count;
-- everything else, which never encodes to a special or added token, whatever it says.
+    scaffold of the chat template   special tokens in it become tokens
+    words of a model                protocol tags in it, such as <search>, become tokens
+    all other text                  never becomes a special or added token, whatever it says
 
-Conversations are rendered turn by turn from the pieces of the chat template. So text that was
-encoded once is never encoded again.
+Conversations are rendered turn by turn from the pieces of the chat template (`chat_template`). So a
+conversation grows by appending token ids, and no text is ever encoded twice.
 """
 
 import functools
@@ -36,13 +36,14 @@ CHATML_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% endif %}"
 )
-# Llama-3.1 templates print the date of the call unless they are told one: a run would not repeat on
-# another day.
+# The date that is passed to chat templates. Llama-3.1's template would otherwise print the current
+# date, and a run would give other results on another day.
 TEMPLATE_DATE = "26 Jul 2024"
-# Neutralised in what comes from outside; the last ones are no tokens.
+# Tags that are neutralised in text from outside. The last three are tags of agents but have no
+# tokens.
 UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect", "question", "recall")
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(UNTRUSTED_TAGS)})\s*/?\s*)>", re.IGNORECASE)
-# Read by transformers where they stand beside tokenizer.json; each holds a JSON object.
+# Files that transformers reads if they are in the folder. Each of them holds a JSON object.
 JSON_COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -70,9 +71,9 @@ def neutralise(text: str) -> str:
     return TAG_PATTERN.sub(r"‹\1›", text)
 
 
-# GPT-2's words, except that a number in brackets is one word: a small model that names line [2]
-# then copies a token that stands once in its context, where "[", "2" and "]" would each look like
-# those of every other line.
+# GPT-2's rule for cutting text into words, with one addition: a number in brackets, such as [2], is
+# one word. To name a line, a small model then copies one token that occurs once in its context. As
+# three tokens, "[", "2" and "]", the numbers of all lines would look alike.
 WORDS = "|".join(
     (
         r"'s|'t|'re|'ve|'m|'ll|'d",
@@ -97,10 +98,11 @@ class Tokenizer:
         stop_token_ids: Sequence[int] = (),
         template_place: str = "the chat template",
     ) -> None:
-        """Wrap a transformers PreTrainedTokenizerFast.
+        """Wrap a PreTrainedTokenizerFast of transformers.
 
-        The default stop tokens are its end of text and its end of turn. `template_place` says where
-        the chat template stands, for errors.
+        Without `stop_token_ids`, the stop tokens are its end of turn and its end of text.
+        `template_place` is the file of the chat template, for error messages. Raises UserError if
+        the chat template cannot be used.
         """
         self._wrapped = wrapped
         self._template_place = template_place
@@ -117,7 +119,7 @@ class Tokenizer:
         self._plain = _without_added_tokens(self._backend, added)
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
-        # Also where stop tokens are given: this takes the chat template apart and so checks it.
+        # Do this even if `stop_token_ids` are passed: `end_of_turn_id` checks the chat template.
         end_ids = [self.end_of_turn_id] if wrapped.chat_template else []
         end_ids.append(wrapped.eos_token_id)
         default_stops = dict.fromkeys(id for id in end_ids if id is not None)
@@ -127,17 +129,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
-        """Load a Hugging Face directory with tokenizer.json.
+        """Load the tokenizer of a Hugging Face directory, from its tokenizer.json.
 
-        The stop tokens are those of generation_config.json, if it has any. Raises UserError.
+        The stop tokens come from generation_config.json, if it names any. Raises UserError if a
+        file is missing or damaged.
         """
         from transformers import PreTrainedTokenizerFast
 
         folder = pathlib.Path(directory)
         if not (folder / "tokenizer.json").exists():
             raise UserError(
-                f"{folder} has no tokenizer.json: give the directory of a checkpoint with a fast "
-                "tokenizer, of a run RUN/policies/N/model"
+                f"{folder} has no tokenizer.json: choose the directory of a checkpoint with a fast "
+                "tokenizer, for example RUN/policies/N/model of a run"
             )
         stops = stop_tokens(folder)
         template_place = _check_companions(folder)
@@ -146,14 +149,14 @@ class Tokenizer:
             return cls(wrapped, stop_token_ids=stops, template_place=template_place)
         except UserError:
             raise
-        # transformers raises whatever its parsing of a damaged file meets.
+        # For a damaged file transformers may raise any exception.
         except Exception as error:
             raise UserError(_damage(folder, error)) from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and its companions.
+        """Write tokenizer.json and the files that belong to it.
 
-        The stop tokens are not written: they stand in the model's generation_config.json.
+        The stop tokens are not written. They are in the generation_config.json of the model.
         """
         self._wrapped.save_pretrained(directory)
 
@@ -161,13 +164,15 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS
     ) -> "Tokenizer":
-        """Train a tokenizer of at most `vocab_tokens` ids.
+        """Train a tokenizer with at most `vocab_tokens` token ids.
 
-        They include the special tokens and two tokens for each tag (<tag>, </tag>).
+        The ids include three special tokens and two tokens for each tag (<tag>, </tag>).
 
-        If there is room for every word of the texts, each word is one token, and any other word is
-        spelled in bytes. Then a word that a small model has to copy shares no pieces with other
-        words. If there is no such room, the tokenizer is a byte-level BPE.
+        If there are enough ids for all words of `texts`, each of these words is one token. Any
+        other word is spelled in bytes. A word that a small model has to copy then shares no tokens
+        with other words. If there are not enough ids, the tokenizer is a byte-level BPE.
+
+        Raises UserError if the ids are not enough for the special tokens and all bytes.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -178,13 +183,14 @@ class Tokenizer:
         if vocab_tokens < added_count + len(alphabet):
             raise UserError(
                 f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {added_count} "
-                f"special tokens need {added_count + len(alphabet)}: choose at least that many"
+                f"special tokens need {added_count + len(alphabet)}: set vocab_tokens to at least "
+                f"{added_count + len(alphabet)}"
             )
 
         backend = _trained_backend(list(texts), vocab_tokens - added_count, alphabet)
         backend.add_special_tokens(special)
-        # Tags are added but not special: decoding must show them even where special tokens are
-        # skipped.
+        # Tags are added tokens but not special ones, so that decoding shows them even if it skips
+        # special tokens.
         backend.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tag_texts])
 
         wrapped = PreTrainedTokenizerFast(
@@ -197,16 +203,16 @@ class Tokenizer:
         return cls(wrapped)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode untrusted text.
+        """Return the token ids of untrusted text.
 
-        Protocol tags are neutralised, and no special or added token comes out.
+        Protocol tags are neutralised. The ids include no special or added token.
         """
         return self.encode_trusted(neutralise(text))
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Encode our own prose, such as a system prompt.
+        """Return the token ids of our own prose, such as a system prompt.
 
-        Tags stay readable as text, and no special or added token comes out.
+        Tags stay as they are, as ordinary text. The ids include no special or added token.
         """
         ids = self._plain.encode(text, add_special_tokens=False).ids
         assert self._added_ids.isdisjoint(ids), (
@@ -215,29 +221,29 @@ class Tokenizer:
         return ids
 
     def encode_model(self, text: str) -> list[int]:
-        """Encode text as a model would have written it.
+        """Return the token ids of text as a model would have written it.
 
-        Protocol tags become their tokens if the vocabulary has such tokens.
+        A protocol tag becomes its token if the vocabulary has one.
         """
         return self._encode(self._tags.split(text))
 
     def encode_turn(self, text: str) -> list[int]:
-        """Encode a model's whole turn.
+        """Return the token ids of a model's whole turn.
 
-        If the template opens the turn's thought, the text continues inside of that thought.
+        If the template opens the thought of the turn, the ids continue inside of this thought.
         """
         if self.opened_thought:
             text = within_opened_thought(text)
         return self.encode_model(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text, with special tokens visible and no white space changed."""
+        """Return the text of token ids, with special tokens visible and white space unchanged."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, id: int) -> bytes:
-        """Return what one token adds to a text, as bytes.
+        """Return the bytes that one token adds to a text.
 
-        They need not be whole characters: several tokens may spell one character.
+        They may be a part of a character, because several tokens may spell one character.
         """
         if 0 <= id < len(self._bytes_of_tokens):
             return self._bytes_of_tokens[id]
@@ -245,7 +251,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _bytes_of_tokens(self) -> list[bytes]:
-        """The bytes of every token id."""
+        """The bytes of each token, in the order of the ids."""
         decoder = json.loads(self._backend.to_str())["decoder"]
         has_byte_decoder = '"ByteLevel"' in json.dumps(decoder)
         bytes_of_tokens = []
@@ -258,17 +264,18 @@ class Tokenizer:
     def open_conversation(
         self, system: str, user: str, examples: Sequence[tuple[str, str]] = ()
     ) -> list[int]:
-        """Return the ids from the first token to the generation prompt.
+        """Return the token ids from the first token to the end of the generation prompt.
 
-        `examples` are worked examples, (user message, model's reply) in their order. They stand
-        between `system` and `user` as turns of the chat template. If the template itself opens the
-        thought of a turn, a reply does not open it again. `user` is untrusted; `system` and
-        `examples` are ours.
+        `system` is the system prompt and `user` the first user message. `examples` are worked
+        examples, each a pair of a user message and the model's reply. They become turns of the
+        conversation between `system` and `user`. If the template itself opens the thought of a
+        turn, a reply does not open it again. `user` is untrusted, and is neutralised. `system` and
+        `examples` are our own text.
         """
         if not examples:
             return self._open(system, user)
 
-        # The messages of examples are ours, with the tags that we put into messages.
+        # The messages of examples are our own text, so their tags become tokens.
         first_message, _ = examples[0]
         ids = self._open(system, first_message)
         next_contents = [self._tags.split(self._content(message)) for message, _ in examples[1:]]
@@ -280,7 +287,7 @@ class Tokenizer:
         return ids
 
     def _open(self, system: str, user: str) -> list[int]:
-        """Return the ids of the system prompt, the first user message and the generation prompt."""
+        """Return the ids of the system prompt, a first user message and the generation prompt."""
         pieces = self._pieces
         user = self._content(neutralise(user))
         before_user = self._added.split(pieces.before_user)
@@ -295,10 +302,12 @@ class Tokenizer:
     def continue_conversation(
         self, user: str, stopped: bool, *, tag: str | None = None
     ) -> list[int]:
-        """Return the ids after a model turn: end of turn, user message, generation prompt.
+        """Return the ids that follow a model's turn, up to the next generation prompt.
 
-        The end of turn is left out if the model `stopped`, that is wrote it itself. The message is
-        untrusted. With `tag` the message stands inside <tag> and </tag>, and these two are ours.
+        These are the end of the turn, the user message and the generation prompt. If the model
+        `stopped`, it has written the end of the turn itself, and the result begins after it. `user`
+        is untrusted, and is neutralised. With `tag` the message is put between <tag> and </tag>,
+        which become tokens.
         """
         content: list[int | str] = [self._content(neutralise(user))]
         if tag is not None:
@@ -308,7 +317,7 @@ class Tokenizer:
         return self._continue(content, stopped)
 
     def _continue(self, content: Sequence[int | str], stopped: bool) -> list[int]:
-        """Return the ids after a model turn, with the parts of the next user message."""
+        """Return the ids after a model's turn. `content` has the parts of the next user message."""
         after_model = self._added.split(self._pieces.after_model)
         if stopped:
             after_model = after_model[1:]
@@ -318,9 +327,9 @@ class Tokenizer:
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Return the messages of a conversation, for a chat API.
 
-        The conversation must end where the model writes next. This is the inverse of
-        `open_conversation` and `continue_conversation`. Contents are as the conversation holds
-        them: untrusted text is neutralised. Raises UserError.
+        The conversation must end with a generation prompt. This is the inverse of
+        `open_conversation` and `continue_conversation`, except that untrusted text stays
+        neutralised. Raises UserError if the ids are no such conversation.
         """
         symbols = _TokenSymbols()
         pieces: dict[str, Any] = {}
@@ -328,7 +337,7 @@ class Tokenizer:
             is_text = isinstance(piece, str)
             pieces[name] = symbols.write(self._added.split(piece)) if is_text else piece
 
-        # The conversation as text, its added tokens as symbols.
+        # Write the conversation as text, with one symbol for each added token.
         texts = []
         for is_added, run in itertools.groupby(ids, self._added_ids.__contains__):
             run_ids = list(run)
@@ -345,9 +354,9 @@ class Tokenizer:
 
     @property
     def opened_thought(self) -> str:
-        """The end of the template's generation prompt that opens a thought.
+        """The end of the generation prompt that opens a thought.
 
-        It is empty if the model opens its own thoughts.
+        It is empty if the template opens no thought.
         """
         if not self._wrapped.chat_template:
             return ""
@@ -355,21 +364,22 @@ class Tokenizer:
 
     @property
     def end_of_turn_id(self) -> int:
-        """The token with which a model ends its turn in the chat template."""
+        """The id of the token that ends a model's turn in the chat template."""
         first = self._added.split(self._pieces.after_model)[0]
         assert isinstance(first, int), (
-            "the chat template was checked to close a model turn with a special token"
+            "`_pieces` has to check that a special token closes a model's turn"
         )
         return first
 
     @functools.cached_property
     def _pieces(self) -> ChatPieces:
-        """The chat template taken apart. Raises UserError where it cannot be used."""
+        """The pieces of the chat template. Raises UserError if it cannot be used."""
         try:
             pieces = take_apart(self._render)
         except UserError:
             raise
-        except Exception as error:  # a template is a program: it may raise anything
+        # A template is a program, so it may raise any exception.
+        except Exception as error:
             raise UserError(
                 f"{self._template_place} cannot be used ({one_line_reason(error)}): correct the "
                 "chat template, or download it again"
@@ -379,11 +389,15 @@ class Tokenizer:
             raise UserError(
                 f"{self._template_place}: the chat template closes a model turn with "
                 f"{pieces.after_model!r}, which does not begin with a special token: use a "
-                "tokenizer whose turns end in one"
+                "tokenizer whose turns end with a special token"
             )
         return pieces
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the messages as the chat template writes them, with a generation prompt.
+
+        Raises UserError if the tokenizer has no chat template.
+        """
         if not self._wrapped.chat_template:
             raise UserError(
                 "the tokenizer has no chat template: use the checkpoint of a chat model, or add "
@@ -394,13 +408,13 @@ class Tokenizer:
         )
 
     def _content(self, text: str) -> str:
+        """Return the content of a message, stripped if the chat template strips contents."""
         return text.strip() if self._pieces.strips_contents else text
 
     def _encode(self, parts: Sequence[int | str]) -> list[int]:
-        """Encode text between token ids, which stay.
+        """Return the parts as token ids. Parts that are ids stay as they are.
 
-        All text between two ids is encoded at once, so that word boundaries fall as in the whole
-        text.
+        All text between two ids is encoded at once, so that words that span two parts are not cut.
         """
         ids: list[int] = []
         run = ""
@@ -417,7 +431,7 @@ class Tokenizer:
 
 
 def _tag_texts(tags: Iterable[str]) -> list[str]:
-    """Return <tag> and </tag> of each tag."""
+    """Return the two texts <tag> and </tag> for each tag."""
     texts = []
     for tag in tags:
         texts += [f"<{tag}>", f"</{tag}>"]
@@ -427,7 +441,10 @@ def _tag_texts(tags: Iterable[str]) -> list[str]:
 def _trained_backend(
     texts: Sequence[str], vocab_tokens: int, alphabet: Sequence[str]
 ) -> tokenizers.Tokenizer:
-    """Train a vocabulary of at most `vocab_tokens` entries: all words, or a byte-level BPE."""
+    """Return a tokenizer with at most `vocab_tokens` entries, as `Tokenizer.train` explains.
+
+    `alphabet` has the characters that stand for the 256 bytes.
+    """
     split = tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
@@ -458,9 +475,9 @@ def _trained_backend(
 
 
 def _check_companions(folder: pathlib.Path) -> str:
-    """Check the files beside the model's, and return the path of the chat template.
+    """Check the files of a tokenizer, and return the path of the file with its chat template.
 
-    Raises UserError.
+    Raises UserError that names a damaged file.
     """
     for file in (folder / name for name in JSON_COMPANIONS):
         fields = read_json(file) if file.exists() else {}
@@ -469,8 +486,8 @@ def _check_companions(folder: pathlib.Path) -> str:
             text = token.get("content") if isinstance(token, dict) else token
             if token is not None and not isinstance(text, str):
                 raise UserError(
-                    f"{file} sets {name} to {token!r} and the text of a token is needed: download "
-                    "it again"
+                    f"{file} sets {name} to {token!r}, which must be the text of a token: download "
+                    "the file again"
                 )
 
     templates = [
@@ -489,7 +506,10 @@ def _check_companions(folder: pathlib.Path) -> str:
 
 
 def _damage(folder: pathlib.Path, error: Exception) -> str:
-    """Return a sentence that names the damaged file of a tokenizer that cannot be loaded."""
+    """Return an error message for a tokenizer that cannot be loaded, with the damaged file.
+
+    `error` is the exception that transformers raised.
+    """
     file = folder / "tokenizer.json"
     template = folder / "chat_template.jinja"
     try:
@@ -499,7 +519,8 @@ def _damage(folder: pathlib.Path, error: Exception) -> str:
         return f"{template} cannot be read ({one_line_reason(damage)}): download it again"
     try:
         tokenizers.Tokenizer.from_file(str(file))
-    except Exception as own_error:  # the package raises nothing more special
+    # The package raises plain Exceptions.
+    except Exception as own_error:
         error = own_error
     else:
         if (folder / "tokenizer_config.json").exists():
@@ -508,13 +529,16 @@ def _damage(folder: pathlib.Path, error: Exception) -> str:
 
 
 def one_line_reason(error: Exception) -> str:
-    """Return the first line of an error's text, or the name of its class."""
+    """Return the first line of an exception's text, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class _TokenSymbols:
-    """Writes token ids as symbols that no text holds, numbered in their order of appearance."""
+    """A mapping of token ids to symbols, which are surrogate characters that no text holds.
+
+    The symbols are numbered in the order in which their ids first appear.
+    """
 
     def __init__(self) -> None:
         self.of_ids: dict[int, str] = {}
@@ -531,7 +555,7 @@ class _TokenSymbols:
 
 
 class _TokenSplitter:
-    """Cuts text at its tokens: "a<t>b" becomes ["a", id of <t>, "b"]."""
+    """A splitter that cuts text at tokens: "a<t>b" becomes ["a", id of <t>, "b"]."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = dict(tokens)
@@ -541,21 +565,23 @@ class _TokenSplitter:
             self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def split(self, text: str) -> list[int | str]:
+        """Return the parts of a text: ids of tokens, and the text between them."""
         if self.pattern is None:
             return [text]
         return [self.tokens.get(part, part) for part in self.pattern.split(text) if part]
 
 
 def _bytes_of(token: str | None, *, is_byte_level: bool) -> bytes:
-    """Return a vocabulary entry as bytes.
+    """Return the bytes that an entry of the vocabulary stands for.
 
-    Byte-level vocabularies write every byte as one printable character (GPT-2). Others write a
-    space as U+2581 and bytes outside their alphabet as <0x0A>.
+    A byte-level vocabulary writes every byte as one printable character, as GPT-2 does. Other
+    vocabularies write a space as U+2581 and a byte that has no character as <0x0A>. `token` is None
+    for an id without an entry.
     """
-    if token is None:  # a gap in the ids
+    if token is None:
         return b""
     byte_of_character = _byte_of_character()
-    # An entry with another character stands for itself.
+    # In a byte-level vocabulary, an entry with any other character is ordinary text.
     if is_byte_level and all(character in byte_of_character for character in token):
         return bytes(byte_of_character[character] for character in token)
     if BYTE_TOKEN.fullmatch(token):
@@ -565,9 +591,10 @@ def _bytes_of(token: str | None, *, is_byte_level: bool) -> bytes:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table of the byte that each character stands for.
+    """Return the byte that each character stands for in GPT-2's byte-level vocabulary.
 
-    Printable bytes stand for themselves. The others are the characters from U+0100 on.
+    A printable character stands for its own byte. The characters from U+0100 on stand for the
+    other bytes, in rising order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -580,13 +607,16 @@ def _byte_of_character() -> dict[str, int]:
 def _without_added_tokens(
     backend: tokenizers.Tokenizer, added: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return a copy that knows no added token and adds none of its own accord."""
+    """Return a copy of a tokenizer that never produces an added token.
+
+    `added` maps the texts of all added tokens to their ids.
+    """
     description = json.loads(backend.to_str())
     description["added_tokens"] = []
     for name in ("post_processor", "truncation", "padding"):
         description[name] = None
 
-    # Some tokenizers keep their special tokens in the model's vocabulary as well.
+    # Some tokenizers also have their special tokens in the vocabulary of the model. Remove them.
     vocabulary = description["model"].get("vocab")
     if isinstance(vocabulary, dict):
         description["model"]["vocab"] = {

@@ -1,14 +1,20 @@
-"""Move weights from the trainer's mesh to an engine's, from device to device.
+"""Move weights from the trainer's mesh to the mesh of an engine, from device to device.
 
-The trainer's mesh may span all hosts. An engine's mesh has devices of this host only. Each array
-moves by itself, and each device receives only the part that the engine keeps there.
+The trainer's mesh may span all hosts. The mesh of an engine has only devices of its own host. The
+arrays move one after the other, and each device receives only the part that the engine needs there.
 
-If the trainer's mesh spans hosts, the target is first one mesh over all of them, with the axes
-(copy, data, fsdp, tensor). The devices of every host form groups as large as an engine, and every
-group holds the engine's weights once. One transfer, in which all processes take part, brings an
-array there. Then this host's engine takes the parts of its own devices as an array of its own,
-without a copy. If groups of that size do not fill the hosts (three of four devices), the whole
-array goes to every device first. `inference.engine` calls this module.
+If the trainer's mesh spans several hosts, an array moves in two steps:
+
+1. The devices of all hosts form groups, each as large as an engine. The groups form one mesh with
+   the axes (copy, data, fsdp, tensor), in which each group holds the array once. One transfer, in
+   which all processes take part, moves the array from the trainer's mesh to this mesh.
+2. The engine's devices are one of the groups. The engine makes its array from the parts that these
+   devices now hold, without a copy.
+
+There are no such groups if the size of an engine does not divide the number of devices of a host,
+for example three and four. The whole array then goes to every device first.
+
+`inference.engine` calls this module.
 """
 
 import math
@@ -22,13 +28,15 @@ from jaxtyping import Array
 
 from mujica_jax.models.sharding import MESH_AXES, shardings_of
 
+# Name of the mesh axis that numbers the groups of devices.
 COPY = "copy"
 
 
 def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Return the same weights over `mesh`, or on the first device of this process.
+    """Return the weights sharded over `mesh`, or for None on the first device of this process.
 
-    All devices of `mesh` belong to this process. Arrays that are there already are not copied.
+    All devices of `mesh` belong to this process. An array that already has the right sharding is
+    not copied.
     """
     if mesh is None:
         first_device = SingleDeviceSharding(jax.local_devices()[0])
@@ -39,7 +47,7 @@ def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
 
 
 def _move(array: Array, target: Sharding) -> Array:
-    """Return an array laid out as `target`, on devices of this process."""
+    """Return the array with the sharding `target`, on devices of this process."""
     if array.sharding.is_equivalent_to(target, array.ndim):
         return array
     if array.is_fully_addressable:
@@ -49,14 +57,14 @@ def _move(array: Array, target: Sharding) -> Array:
     host_sizes = {len(devices) for devices in host_devices}
     target_size = len(_devices(target))
     if len(host_sizes) > 1 or max(host_sizes) % target_size:
-        # Groups of the target's size do not fill the hosts: the array comes whole to every device.
+        # Groups of the target's size do not fill the hosts. Copy the whole array to every device.
         assert isinstance(array.sharding, NamedSharding), (
-            "an array over several hosts lies on the trainer's mesh"
+            f"an array on several hosts must be on the trainer's mesh, not {array.sharding}"
         )
         replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
         return jax.device_put(replicated.addressable_shards[0].data, target)
 
-    # One transfer to groups of devices on every host, of which the target's devices are one.
+    # Move the array to all groups at once. The target's devices are one of the groups.
     spec = target.spec if isinstance(target, NamedSharding) else PartitionSpec()
     all_groups = NamedSharding(_mesh_of_all_groups(host_devices, target), spec)
     copies = jax.device_put(array, all_groups)
@@ -66,7 +74,7 @@ def _move(array: Array, target: Sharding) -> Array:
 
 
 def _devices_by_host(array: Array) -> list[list[Any]]:
-    """Return the devices that hold an array: one list for each host, in order of their ids."""
+    """Return the devices that hold an array: one list for each host, in the order of their ids."""
     by_host: dict[int, list[Any]] = {}
     for device in sorted(array.sharding.device_set, key=lambda device: device.id):
         by_host.setdefault(device.process_index, []).append(device)
@@ -74,9 +82,9 @@ def _devices_by_host(array: Array) -> list[list[Any]]:
 
 
 def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh:
-    """Return a mesh of all devices, in groups like the target's.
+    """Return a mesh of all devices, in groups that have the shape of the target's mesh.
 
-    The devices of one host stand beside each other. The target is one of the groups.
+    The devices of a host follow each other. The devices of the target are one of the groups.
     """
     target_ids = [device.local_hardware_id for device in _devices(target)]
     if isinstance(target, NamedSharding):
@@ -92,9 +100,10 @@ def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh
 
 
 def _target_first(devices: list[Any], target_ids: list[int | None]) -> list[Any]:
-    """Return a host's devices, in the target's order.
+    """Return the devices of a host, with the devices of its engine first.
 
-    Those that have the target's local ids stand first. Every host's engine has the same local ids.
+    `target_ids` are the local ids of the engine's devices, in the order of its mesh. They are the
+    same on every host. The devices with these ids come first, in this order.
     """
     ranks = {local_id: rank for rank, local_id in enumerate(target_ids)}
     return sorted(devices, key=lambda device: ranks.get(device.local_hardware_id, len(ranks)))

@@ -1,7 +1,8 @@
-"""Read and write Hugging Face checkpoints: `config.json` and safetensors.
+"""Read and write Hugging Face checkpoints: `config.json` and safetensors files.
 
-Pickled weights are never opened. The names, shapes and transpositions come from the weight tables
-in `layers`. `tensors` checks the files.
+The weight tables in `layers` give the names and shapes of the tensors, and say which of them are
+stored transposed. `tensors` reads and checks the files. Pickled weights are never opened, because
+they can run code.
 """
 
 import dataclasses
@@ -30,16 +31,17 @@ from mujica_jax.models.tensors import INDEX_FILE, Folder, Tensors, WeightTable
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.local import write_folder
 
-MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits a checkpoint, too
-# A buffer that old exports carry; we compute it.
+# Largest size of a safetensors file. transformers splits checkpoints at the same size.
+MAX_FILE_BYTES = 5 * 10**9
+# A buffer that is in old exports and is ignored. The decoder computes its values.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def load_config(directory: Folder) -> DecoderConfig:
-    """Read the configuration of a checkpoint.
+    """Return the configuration of a checkpoint, from its `config.json`.
 
-    The stop tokens of `generation_config.json` replace its own, if that file names some.
+    If `generation_config.json` names stop tokens, these replace the stop tokens of `config.json`.
     """
     folder = pathlib.Path(directory)
     config = from_hugging_face(read_json(folder / "config.json"))
@@ -52,9 +54,10 @@ def load_config(directory: Folder) -> DecoderConfig:
 def load_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Decoder:
-    """Load a decoder with float32 parameters that computes in `dtype`.
+    """Return the decoder of a checkpoint, with float32 parameters.
 
-    Its parameters are laid out over `mesh` if there is one.
+    It computes in `dtype`. With `mesh` its parameters are sharded over the mesh, else they are on
+    the default device.
     """
     _, load = open_checkpoint(directory, dtype=dtype)
     return load(mesh)
@@ -63,10 +66,10 @@ def load_checkpoint(
 def open_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Decoder, Callable[..., Decoder]]:
-    """Return a decoder without its arrays, and the function that reads them.
+    """Return a decoder without arrays, and a function that loads them from the checkpoint.
 
-    The function is `load(mesh, parameter_dtype)`. Raises UserError for a missing or foreign tensor,
-    before the first tensor is read.
+    The function is `load(mesh, parameter_dtype)` and returns a decoder. Raises UserError if a
+    tensor is missing or unexpected, before the first tensor is read.
     """
     folder = pathlib.Path(directory)
     config = load_config(folder)
@@ -77,7 +80,7 @@ def open_checkpoint(
     tensors = Tensors(
         folder,
         _table(config),
-        needed=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
+        needed=f"a checkpoint of one of {', '.join(FAMILIES)} with its adapters merged",
         ignored=IGNORED,
         tied=tied,
     )
@@ -97,11 +100,14 @@ def save_checkpoint(
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> None:
-    """Write a directory that transformers loads, with tensors in `dtype`.
+    """Write a directory that transformers can load, with tensors in `dtype`.
 
-    The directory appears whole or not at all. An existing one is not overwritten. If the decoder
-    lies on the devices of several processes, the other processes call `gather_checkpoint`
-    meanwhile.
+    The files are first written into a folder beside the target, which is then renamed. So the
+    directory appears with all of its files or not at all. Raises UserError if the directory exists
+    and is not empty.
+
+    If the decoder is split over the devices of several processes, one process calls this function.
+    All other processes must call `gather_checkpoint` at the same time.
     """
     target = pathlib.Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -123,7 +129,8 @@ def save_checkpoint(
 def gather_checkpoint(decoder: Decoder) -> None:
     """Take part in gathering each tensor, and discard it.
 
-    When one process saves a decoder that lies on the devices of all, the other processes call this.
+    One process calls `save_checkpoint` for a decoder that is split over the devices of several
+    processes. All other processes call this function.
     """
     for name, weight in _table(decoder.config).names():
         _exported(decoder, weight, name)
@@ -132,13 +139,14 @@ def gather_checkpoint(decoder: Decoder) -> None:
 def export_tensors(decoder: Decoder) -> dict[str, np.ndarray]:
     """Return the tensors of a Hugging Face checkpoint by name.
 
-    They are float32, in the layout of transformers.
+    They are float32 and have the shapes of transformers.
     """
     table = _table(decoder.config)
     return {name: _exported(decoder, weight, name) for name, weight in table.names()}
 
 
 def _table(config: DecoderConfig) -> WeightTable:
+    """Return the weights of a decoder with their names in a Hugging Face checkpoint."""
     return WeightTable(
         outer=model_weights(config),
         inner=block_weights(config),
@@ -149,9 +157,10 @@ def _table(config: DecoderConfig) -> WeightTable:
 
 
 def _files(weights: dict[str, Weight], itemsize: int) -> Any:
-    """Assign the tensors to safetensors files.
+    """Return which tensors go into which safetensors file.
 
-    There is one file, or several if one would exceed MAX_FILE_BYTES.
+    `weights` maps tensor names to weights, and `itemsize` is the number of bytes of an element. All
+    tensors go into one file, or into several if one would exceed MAX_FILE_BYTES.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -164,7 +173,7 @@ def _files(weights: dict[str, Weight], itemsize: int) -> Any:
 
 
 def _write_tensors(decoder: Decoder, folder: pathlib.Path, dtype: np.dtype) -> None:
-    """Write the safetensors files, one at a time, and their index if there are several."""
+    """Write the safetensors files, one after the other, and an index if there are several."""
     weights = dict(_table(decoder.config).names())
     files = _files(weights, dtype.itemsize)
     for file_name, names in files.filename_to_tensors.items():
@@ -193,7 +202,7 @@ def _write_json(fields: Mapping[str, Any], file: pathlib.Path) -> None:
 
 
 def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
-    """Return one tensor in the layout of transformers."""
+    """Return the tensor of this name on the host, with the shape that it has in transformers."""
     layer = LAYER.match(name)
     if layer is None:
         values = getattr(decoder, weight.name)[...]
@@ -202,7 +211,8 @@ def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
 
     host_values = on_host(values).astype(np.float32, copy=False)
     shape = weight.hugging_face_shape
-    if weight.inputs:  # transformers stores such a matrix as [outputs, inputs]
+    if weight.inputs:
+        # transformers stores a kernel as a matrix [outputs, inputs].
         host_values = host_values.reshape(shape[::-1]).T
     else:
         host_values = host_values.reshape(shape)

@@ -1,6 +1,7 @@
-"""The output of a run, as a user sees it.
+"""Everything that a run shows its user: progress lines, tables, trees, and metrics files.
 
-Nothing here computes a score. Percentages are percent (0 to 100), times are seconds.
+This package only formats numbers that others computed. Unless noted otherwise, scores are in
+percent (0 to 100), and times are in seconds.
 """
 
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics

@@ -1,7 +1,8 @@
-"""Agents and tasks side by side, and two policies on the same questions.
+"""Compare the results of evaluations.
 
-Agents and tasks are compared in a table for the console and as Markdown, in JSON, and in a picture
-of the scores. Two policies are compared by the predictions that `eval` wrote of the first one.
+There are two kinds of comparison. Several agents or tasks are compared in one table, which is
+printed and also written as Markdown, JSON and a picture. Two policies are compared question by
+question: `eval` reads the predictions that an earlier evaluation wrote for the first policy.
 """
 
 import dataclasses
@@ -19,8 +20,9 @@ from mujica_jax.records import Question
 from mujica_jax.report.text import text_table
 from mujica_jax.runtime.extras import import_extra
 
-# Scores by a question's id: em, f1, and em_sampled and f1_sampled where it was sampled. None where
-# a search failed.
+# The scores of each question (0 to 1), by the question's id. The names of the scores are the keys
+# of SCORE_LABELS. The sampled ones are missing if the evaluation was greedy only. A score is None
+# if a search failed.
 QuestionScores = Mapping[str, Mapping[str, float | None]]
 SCORE_LABELS = {
     "em": "EM",
@@ -28,25 +30,33 @@ SCORE_LABELS = {
     "em_sampled": "EM, sampled",
     "f1_sampled": "F1, sampled",
 }
-HEADINGS = ("task", "agent", "EM", "F1", "searches", "tokens", "seconds", "EM against the first")
+# The headings of the comparison table. Searches, tokens and seconds are means per question.
+HEADINGS = ("task", "agent", "EM", "F1", "searches", "tokens", "seconds", "EM vs. first agent")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One agent on one task, greedily."""
+    """The result of one agent on one task, with greedy decoding.
+
+    Attributes:
+        task: The name of the task.
+        agent: The name of the agent.
+        summary: The summary of the evaluation (`runs.evaluation.Evaluation.summary`).
+        em: The exact match of each question (0 to 1), in the task's order. None if a search failed.
+    """
 
     task: str
     agent: str
-    summary: dict[str, Any]  # of the evaluation
-    # of each question, 0 to 1, in the task's order; None where a search failed
+    summary: dict[str, Any]
     em: tuple[float | None, ...]
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Return what is written as JSON: the summary of each, and how it differs from the first agent.
+    """Return the comparison as JSON objects, one for each result.
 
-    Two agents are compared on the same questions: the first ones, if one of them was asked fewer.
-    Questions at which a search of either agent failed are left out.
+    Each holds the result's summary and, under `against`, its difference to the first agent on the
+    same task. Two agents are compared on the same questions. If one of them was asked fewer, only
+    these are used. A question is left out if a search of either agent failed.
     """
     first_of_task: dict[str, Compared] = {}
     result_rows = []
@@ -69,7 +79,7 @@ def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _scored_by_both(base: Compared, other: Compared) -> list[tuple[float, float]]:
-    """Return the exact matches of the questions that both agents were scored on."""
+    """Return the exact matches of both agents, for each question that both were scored on."""
     return [
         (base_score, score)
         for base_score, score in zip(base.em, other.em, strict=False)
@@ -78,7 +88,7 @@ def _scored_by_both(base: Compared, other: Compared) -> list[tuple[float, float]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a row of the table, below `HEADINGS`."""
+    """Return the cells of one row of the table. They belong to the columns of `HEADINGS`."""
     against = row.get("against")
     difference = ""
     if against is not None:
@@ -98,7 +108,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _with_interval(
     value: float, interval: Sequence[float], number_format: str, *, between: str
 ) -> str:
-    """Return a number with its interval, as in `61.5 (58.0-65.1)`."""
+    """Return a number with its interval as text, as in `61.5 (58.0-65.1)`."""
     low, high = interval
     interval_text = f"{format(low, number_format)}{between}{format(high, number_format)}"
     return f"{format(value, number_format)} ({interval_text})"
@@ -116,9 +126,9 @@ def table(result_rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
-    """Return a picture of each EM with its interval, as PNG.
+    """Draw a bar chart of all EM scores with their 95% intervals, and return it as a PNG file.
 
-    Raises UserError if matplotlib is missing.
+    Raises UserError if matplotlib is not installed.
     """
     figures = import_extra("matplotlib.figure", "--plot", extra="plots")
 
@@ -140,27 +150,28 @@ def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def read_scores(result: str) -> QuestionScores:
-    """Return the scores of each question of an earlier result, by the predictions beside it.
+    """Return the scores of each question of an earlier result.
 
-    Raises UserError if there are none, or they are none of `eval`.
+    `result` is the result file of an earlier evaluation. The scores are in the file of predictions
+    next to it. Raises UserError if that file cannot be read, or if `eval` did not write it.
     """
     file = Path(result).with_suffix(".predictions.jsonl")
     try:
         return scores_of_predictions(file.read_bytes())
     except OSError as error:
         raise UserError(
-            f"--beside is {result} and {file} cannot be read ({error.strerror}): give the result "
-            "of an evaluation, whose predictions lie beside it"
+            f"--beside is {result}, but its predictions {file} cannot be read ({error.strerror}): "
+            "give the result file of an evaluation, and keep its predictions in the same folder"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"--beside is {result} and {file} holds no predictions of mujica_jax.eval: give the "
-            "result of an evaluation"
+            f"--beside is {result}, but {file} does not hold predictions of mujica_jax.eval: give "
+            "the result file of an evaluation"
         ) from error
 
 
 def scores_of_predictions(predictions: bytes) -> QuestionScores:
-    """Return the scores of each question."""
+    """Return the scores of each question from the content of a predictions file."""
     scores_by_id = {}
     for line in predictions.decode().splitlines():
         row = json.loads(line)
@@ -175,21 +186,21 @@ def scores_of_predictions(predictions: bytes) -> QuestionScores:
 def check_same_questions(
     result: str, earlier: QuestionScores, questions: Sequence[Question]
 ) -> None:
-    """Check that an earlier result is of exactly these questions."""
+    """Check that an earlier result covers exactly these questions. Raises UserError otherwise."""
     ids = {question.id for question in questions}
     if ids != earlier.keys():
         raise UserError(
-            f"--beside {result} has {len(earlier)} questions and {len(ids)} are asked, "
-            f"{len(ids & earlier.keys())} of them the same: compare results on the same questions, "
-            "with the same --task, --eval.split and --eval.questions"
+            f"--beside {result} has {len(earlier)} questions and this evaluation has {len(ids)}; "
+            f"{len(ids & earlier.keys())} are in both: compare results on the same questions, with "
+            "the same --task, --eval.split and --eval.questions"
         )
 
 
 def differences(earlier: QuestionScores, scores: QuestionScores) -> dict[str, Any]:
-    """Return how much higher each score is than the earlier one, in percent.
+    """Return how much higher each score is than in the earlier result, in percentage points.
 
-    Each difference comes with its 95% bootstrap interval, paired over the questions. Scores that
-    only one of the two has are left out, and so are questions at which a search failed.
+    Each difference has a 95% bootstrap interval, paired over the questions. A score is left out if
+    only one of the two results has it. A question is left out if a search failed in either result.
     """
     result: dict[str, Any] = {}
     for name in SCORE_LABELS:
@@ -212,11 +223,11 @@ def differences(earlier: QuestionScores, scores: QuestionScores) -> dict[str, An
 
 
 def difference_table(score_differences: Mapping[str, Any]) -> Table:
-    """Return the differences to an earlier result for the console."""
+    """Return the differences to an earlier result as a table for the console."""
     rows = []
     for name, values in score_differences.items():
         difference = _with_interval(
             values["difference"], values["interval"], "+.1f", between=" to "
         )
         rows.append((SCORE_LABELS[name], f"{values['questions']:,}", difference))
-    return text_table(("score", "questions", "against the earlier result"), rows)
+    return text_table(("score", "questions", "difference to the earlier result"), rows)

@@ -1,13 +1,13 @@
-"""The metrics of a run, in `metrics.jsonl`, TensorBoard and Weights & Biases.
+"""Write the metrics of a run to `metrics.jsonl`, TensorBoard and Weights & Biases.
 
-A resume counts nothing twice.
+A run that is resumed does not write a step twice.
 
-Weights & Biases is an optional package, imported when a run asks for it. Every phase has its own
-count of steps there, as in the file. A run directory is one run there: a restart finds the
-identifier in the directory's `wandb/` and adds the lines that are new. The files of a run in a
-bucket are in `./wandb`, and each start is a run of its own there. A line that a kill stops on its
-way there is in `metrics.jsonl` alone. In offline mode nothing leaves the machine until
-`wandb sync DIR/wandb/offline-run-*`.
+Weights & Biases is an optional package, which is imported only if the configuration asks for it. As
+in `metrics.jsonl`, every phase counts its own steps. A run directory on local disk is one run at
+Weights & Biases: a restart finds the run's identifier in the directory's `wandb/` folder and adds
+the new lines. If the run directory is in a bucket, the folder is `./wandb`, and each start becomes
+a separate run. If a run is killed while it sends a line, that line is only in `metrics.jsonl`. In
+offline mode nothing leaves the machine until you call `wandb sync DIR/wandb/offline-run-*`.
 """
 
 import json
@@ -28,24 +28,30 @@ from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.local import as_user_error
 from mujica_jax.storage.run_directory import AppendedObject, RunPath, atomic_write, open_to_append
 
+# The fields that each line has besides its values.
 KEYS = {"phase", "step", "time"}
-TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers in the same directory
+# The end of our TensorBoard file's name. Other programs may write such files into the directory.
+TENSORBOARD_SUFFIX = ".metrics"
 WANDB_FOLDER = "wandb"
-WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which counts before the configuration
+# wandb's own environment variable. It overrides the configuration.
+WANDB_MODE = "WANDB_MODE"
 
 
 class MetricsLog:
-    """A log of metrics in `metrics.jsonl`, one object a line, and in a TensorBoard file beside it.
+    """Writes metrics to `metrics.jsonl` and to a TensorBoard file in the same directory.
 
-    The TensorBoard file has the numbers among the values of a line.
+    Each line of `metrics.jsonl` is one JSON object: {"phase", "step", "time", ...values}. Phase and
+    step identify the line. If a resumed run repeats a step, the line is already there, and nothing
+    is written. Steps rise within a phase. If a kill cut the last line short, the line is removed
+    when the file is opened.
 
-    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that
-    repeats a step finds it in the file and writes nothing. Within a phase steps rise. A last line
-    that a kill cut short is removed at opening. The TensorBoard file follows from the lines: it is
-    made with the first number written, and again after a resume, since the kill may have come
-    between the two. On local disk nothing is held back: what was written is in the files, and a
-    full disk is an error at that line. In a bucket lines wait some seconds for an upload; `flush`
-    is called before anything is written that a resumed run goes on from.
+    The TensorBoard file holds the numbers of all lines, but not the text values. It is created when
+    the first number is written. After a resume it is created again from the lines, because the kill
+    may have come after the line and before the TensorBoard file was written.
+
+    On local disk each line is in the files as soon as it is written, and a full disk raises an
+    error at that line. In a bucket, lines wait some seconds before they are uploaded. Callers call
+    `flush` before they store anything that a resumed run continues from.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class MetricsLog:
         config: MetricsConfig | None = None,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the files. `run_config` is shown beside the curves at Weights & Biases."""
+        """Open the files.
+
+        Weights & Biases shows `run_config`, the settings of the run, beside the curves.
+        """
         config = MetricsConfig() if config is None else config
         self._directory = directory
         self._has_tensorboard = config.tensorboard
@@ -63,7 +72,7 @@ class MetricsLog:
         self._path = directory / "metrics.jsonl"
         with as_user_error(self._path):
             directory.mkdir(parents=True, exist_ok=True)
-            # The last step of each phase that earlier runs wrote.
+            # The last step of each phase that earlier starts of the run wrote.
             self._earlier_steps = _last_steps(self._path)
             self._lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
         self._file = open_to_append(self._path)
@@ -74,21 +83,23 @@ class MetricsLog:
             self._wandb = WandbLog(config, directory, run_config or {})
 
     def has(self, phase: str, step: int) -> bool:
-        """Return whether this step, or a later one of its phase, is written."""
+        """Return whether this step of the phase, or a later one, is already written."""
         return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
-        """Append one line. Return False if an earlier run wrote it.
+        """Append one line, and return whether it was written.
 
-        Values are strings, or what `float` takes.
+        Returns False if an earlier start of the run already wrote this step. Each value is a string
+        or something that `float` accepts.
         """
         if step <= self._earlier_steps.get(phase, -1):
             return False
         last_step = self._last_step.get(phase, -1)
         assert step > last_step, (
-            f"metrics of phase {phase}: step {step} comes after step {last_step}; steps rise"
+            f"metrics of phase {phase}: step {step} comes after step {last_step}, but steps must "
+            "rise"
         )
-        assert not KEYS & set(values), "phase, step and time are the line's own fields"
+        assert not KEYS & set(values), "no value may be called phase, step or time"
 
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
@@ -104,12 +115,16 @@ class MetricsLog:
         return True
 
     def flush(self) -> None:
-        """Bring all lines into the file. Until then they may be lost with the process."""
+        """Write all waiting lines to the file. Lines that still wait are lost if the process dies.
+
+        Only a file in a bucket has lines that wait.
+        """
         if isinstance(self._file, AppendedObject):
             with self._io_statistics.timed("write"):
                 self._file.flush()
 
     def close(self) -> None:
+        """Write the waiting lines, and close all files."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -120,19 +135,19 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A store that did not answer has been waited for long enough.
+        # Closing writes to the store. If the store did not answer, do not wait for it again.
         if kind is not StoreUnavailableError:
             self.close()
 
     def _write_tensorboard(self, line: dict[str, Any]) -> None:
-        """Add a line to the TensorBoard file, which is made with the first number."""
+        """Add a line to the TensorBoard file. The first line with a number creates the file."""
         if self._tensorboard is not None:
             self._tensorboard.add(line)
             return
         if not _scalars(line):
             return
 
-        # Make the file from all lines so far; `line` is the last of them.
+        # Create the file from all lines in metrics.jsonl; `line` is the last of them.
         for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}*"):
             outdated.unlink()
         self._file.flush()
@@ -142,7 +157,7 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """Stands in for a MetricsLog in every process of a job but the first, which writes for all."""
+    """Replaces MetricsLog in all processes but the first. Only the first writes metrics."""
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         return False
@@ -155,23 +170,26 @@ class NoMetrics:
 
 
 def import_wandb(config: MetricsConfig) -> Any:
-    """Import the package. Raises UserError naming its extra where it is missing."""
+    """Import wandb. Raises UserError, with the extra to install, if it is not installed."""
     return import_extra("wandb", f"metrics.wandb {config.wandb}", otherwise=", or set it to off")
 
 
 class WandbLog:
-    """One run at Weights & Biases, or its files in the run directory."""
+    """Sends metrics to one run at Weights & Biases. In offline mode it only writes local files."""
 
     def __init__(
         self, config: MetricsConfig, directory: RunPath, run_config: Mapping[str, Any]
     ) -> None:
-        """Start the run, or continue it. `run_config` is shown beside its curves."""
+        """Start the run at Weights & Biases, or continue it.
+
+        Weights & Biases shows `run_config`, the settings of the run, beside the curves.
+        """
         wandb = import_wandb(config)
         mode = os.environ.get(WANDB_MODE, config.wandb)
-        # wandb keeps its files on local disk.
+        # wandb can only keep its files on local disk.
         local_directory = directory if isinstance(directory, Path) else None
-        # The identifier that wandb gave this run directory: its folders are named run-TIME-ID and
-        # offline-run-TIME-ID.
+        # Find the identifier that wandb gave this run before. It is the end of the names of wandb's
+        # folders: run-TIME-ID and offline-run-TIME-ID.
         identifier = None
         if local_directory is not None:
             earlier_folders = sorted((local_directory / WANDB_FOLDER).glob("*run-*-*"))
@@ -196,10 +214,11 @@ class WandbLog:
         self._phases: set[str] = set()
 
     def add(self, line: Mapping[str, Any], scalars: Mapping[str, float], number: int) -> None:
-        """Add one line.
+        """Add one line of metrics.
 
-        `number` counts the lines of the run, also those of earlier starts: wandb drops a line whose
-        number does not rise.
+        `line` is the line of `metrics.jsonl`, and `scalars` are its numbers. `number` is the number
+        of lines before it, including those of earlier starts. It must rise, because wandb drops
+        other lines.
         """
         phase = line["phase"]
         if phase not in self._phases:
@@ -210,14 +229,15 @@ class WandbLog:
         self._run.log({f"{phase}/step": line["step"], **values}, step=number)
 
     def close(self) -> None:
+        """Finish the run at Weights & Biases."""
         self._run.finish()
 
 
 class _TensorBoard:
-    """An event file, written in this thread.
+    """A TensorBoard event file, written in the caller's thread.
 
-    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a
-    full disk that thread ends, and the queue then blocks the run for ever.
+    tensorboardX's SummaryWriter passes events to its own thread through a bounded queue. On a full
+    disk that thread ends, and the queue then blocks the run forever. This class avoids that.
     """
 
     def __init__(self, directory: RunPath) -> None:
@@ -226,6 +246,7 @@ class _TensorBoard:
         self._write(wall_time=time.time(), file_version="brain.Event:2")
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Add the numbers of one line of `metrics.jsonl`."""
         from tensorboardX.summary import scalar
 
         for name, value in _scalars(line).items():
@@ -236,12 +257,14 @@ class _TensorBoard:
             )
 
     def close(self) -> None:
+        """Close the event file."""
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        """Write one event, framed as in TFRecord files.
+        """Write one event in the TFRecord format.
 
-        The frame is: length, its checksum, data, their checksum.
+        The format is: the length of the data, a checksum of the length, the data, and a checksum of
+        the data.
         """
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         from tensorboardX.record_writer import masked_crc32c
@@ -254,7 +277,7 @@ class _TensorBoard:
 
 
 def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line, without its key and time."""
+    """Return the values of a line that are numbers, without its phase, step and time."""
     return {
         name: value
         for name, value in line.items()
@@ -263,14 +286,18 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _append(file: FileIO | AppendedObject, data: bytes) -> None:
-    """Write all bytes. An unbuffered file may take a part at a time."""
+    """Write all bytes. One call of `write` on an unbuffered file may write only a part of them."""
     while data:
         written_bytes = file.write(data)
         data = data[written_bytes:]
 
 
 def _last_steps(path: RunPath) -> dict[str, int]:
-    """Return the last step of each phase in a metrics file. Remove a last line without its end."""
+    """Return the last step of each phase in a metrics file.
+
+    If the last line is incomplete, it is removed from the file. Raises StoreError if another line
+    cannot be read.
+    """
     if not path.exists():
         return {}
     content = path.read_bytes()
@@ -285,16 +312,17 @@ def _last_steps(path: RunPath) -> dict[str, int]:
             steps[line["phase"]] = int(line["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
-                f"{path}, line {number}: not an object with phase and step ({text[:60]!r}); remove "
-                "the line to go on"
+                f"{path}, line {number}: not a JSON object with phase and step ({text[:60]!r}); "
+                "remove this line to continue the run"
             ) from error
     return steps
 
 
 def _json_value(value: Any) -> int | float | str:
-    """Return strings and integers as they are, and all else as a float.
+    """Return a value that JSON can hold.
 
-    NaN and infinity, which JSON lacks, become strings.
+    Strings and integers stay as they are, and all other values become floats. JSON has no NaN and
+    no infinity, so these become strings.
     """
     if isinstance(value, str | int):
         return value

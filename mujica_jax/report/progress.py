@@ -1,6 +1,6 @@
-"""Progress of a stage: a live display on a terminal, and plain lines anywhere else.
+"""Show the progress of a run's stages on the console.
 
-There is one plain line every few seconds.
+A terminal gets a live display. A file or a pipe gets a plain line every few seconds instead.
 """
 
 import contextlib
@@ -22,26 +22,32 @@ from mujica_jax.report.text import encoding_of, is_terminal, plain, visible, wri
 
 Figure = int | float | str | None
 
-# A refresh costs a fraction of a millisecond: well under one percent of the time.
+# Redrawing the display takes a fraction of a millisecond, so it uses well under one percent of the
+# time.
 REFRESHES_PER_SECOND = 4
-SECONDS_BETWEEN_LINES = 5.0  # of plain output
-MIN_RATE_SECONDS = 0.5  # before that a rate would be noise
-# Units before a time is estimated, or a twentieth of all if that is less: the first ones wait for
-# compilation.
+# Seconds between two lines of plain output.
+SECONDS_BETWEEN_LINES = 5.0
+# A rate over less time would be noise.
+MIN_RATE_SECONDS = 0.5
+# How many units have to be finished before the remaining time is estimated, or a twentieth of all
+# units if that is less. The first units wait for compilation and would mislead.
 MIN_ETA_UNITS = 20
-RATE_WINDOW_SECONDS = 30.0  # a rate over all the time would carry the compilation for ever
-FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "K", "em": "EM", "f1": "F1"}
+# The rate is computed over this time. A rate since the start would always include compilation.
+RATE_WINDOW_SECONDS = 30.0
+# How figures are called on the console. Other figures use their own names, with blanks for "_".
+FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "threshold K", "em": "EM", "f1": "F1"}
 
 
 class Progress:
-    """The user's console: stages with a live display on a terminal, and plain lines anywhere else.
+    """Prints to the user's console: progress of stages, lines of text, and tables.
 
         report = Progress()
         with report.stage("warm-up", total=600, unit="steps") as stage:
             stage.update(120, loss=0.71, tokens_per_second=41_000)
 
-    A stage inside another one is shown below it. `stream` is stdout unless given; `live` overrides
-    what the stream says of itself.
+    A stage inside another stage is shown below it. `stream` is where the output goes (None:
+    stdout). `live` chooses between the live display (True) and plain lines (False). None means a
+    live display if the stream is a terminal.
     """
 
     def __init__(
@@ -68,10 +74,12 @@ class Progress:
         done: int = 0,
         live: Callable[[], Mapping[str, Figure]] = dict,
     ) -> Iterator["Stage"]:
-        """Show a stage until the block ends, then leave one line.
+        """Show a stage until the block ends, then print one closing line.
 
-        `done` units were finished by an earlier run. `live` gives figures of the moment. It is
-        called whenever the stage is shown, on a terminal from the display's own thread.
+        `name` is the stage's name on the console. `total` is its number of units (None: unknown),
+        and `unit` is what they are called. `done` is the number of units that an earlier start of
+        the run finished. `live` returns figures of the current moment. It is called whenever the
+        stage is drawn; on a terminal the call comes from the display's own thread.
         """
         stage = Stage(self, name, total=total, unit=unit, done=done, live=live)
         needs_display = self._live and not self._open
@@ -93,20 +101,21 @@ class Progress:
             write(self._stream, text + "\n")
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a table or a tree: in colour on a terminal, as aligned plain text anywhere else."""
+        """Print a table or a tree, in colour on a terminal, and as plain aligned text elsewhere."""
         if self._live:
             self._console().print(renderable)
         else:
             write(self._stream, plain(renderable, encoding=encoding_of(self._stream)))
 
     def _updated(self, stage: "Stage") -> None:
-        """Print a line if the last one is old enough. The live display redraws itself."""
+        """Print a line if the last one is old enough. A live display redraws itself instead."""
         if self._live or stage.seen - self._last_line_time < SECONDS_BETWEEN_LINES:
             return
         self._last_line_time = stage.seen
         self.line(f"{stage.name}: {', '.join([stage.counts(), *stage.figures_now()])}")
 
     def _close(self, stage: "Stage", manner: str) -> None:
+        """Remove a stage from the display, and print its closing line after the words `manner`."""
         self._open.remove(stage)
         self.line(f"{stage.name}: {manner}{stage.summary()}")
 
@@ -153,9 +162,10 @@ class Progress:
 
 
 class NoConsole(io.StringIO):
-    """Discards the progress of every process of a job but the first.
+    """A stream that discards the progress of all processes but the first.
 
-    All processes do the same, and errors go to stderr.
+    All processes do the same work, so one of them is enough on the console. Errors still go to
+    stderr.
     """
 
     def write(self, s: str, /) -> int:
@@ -163,7 +173,15 @@ class NoConsole(io.StringIO):
 
 
 class Stage:
-    """What a stage has done so far. Made by `Progress.stage`."""
+    """The progress of one stage. `Progress.stage` creates it.
+
+    Attributes:
+        name: The stage's name on the console.
+        total: Number of units of the whole stage; None if it is unknown.
+        unit: What the units are called.
+        done: Number of units that are finished.
+        seen: Time of the last update, in seconds of the progress clock.
+    """
 
     def __init__(
         self,
@@ -185,19 +203,20 @@ class Stage:
         self._live = live
         self._values: dict[str, Figure] = {}
         self._start_time = self._clock()
-        self.seen = self._start_time  # time of the last update
-        # Times and units of the last half minute, a second apart.
+        self.seen = self._start_time
+        # Pairs of a time and the units finished by then, for the last half minute, at least a
+        # second apart.
         self._marks: deque[tuple[float, int]] = deque([(self._start_time, done)])
 
     def update(self, done: int, **figures: Figure) -> None:
         """Show that `done` of `total` units are finished, with figures.
 
-        A figure stays until a newer one replaces it. `acceptance` is a share (0 to 1), `em` and
-        `f1` are percent. A call costs about a microsecond: call it after every unit. Figures are
-        Python numbers: a device array would wait for the device.
+        A figure is shown until a newer value replaces it. `acceptance` is a share (0 to 1), and
+        `em` and `f1` are in percent. One call takes about a microsecond, so call it after every
+        unit. Pass Python numbers: a device array would make the caller wait for the device.
         """
         self.done = done
-        # A new dictionary: the display reads the old one from its own thread.
+        # Make a new dictionary, because the display may be reading the old one in its thread.
         self._values = self._values | figures
         self.seen = self._clock()
         if self.seen - self._marks[-1][0] >= 1.0:
@@ -207,7 +226,7 @@ class Stage:
         self._progress._updated(self)
 
     def rate(self) -> float:
-        """Return units a second over the last half minute; 0 while there is too little to tell."""
+        """Return units per second over the last half minute; 0 if too little time has passed."""
         mark_time, mark_done = self._marks[0]
         seconds = self.seen - mark_time
         if seconds < MIN_RATE_SECONDS:
@@ -215,7 +234,7 @@ class Stage:
         return (self.done - mark_done) / seconds
 
     def counts(self) -> str:
-        """Return units, rate and time, as in `120/600 steps, 3.21 steps/s, eta 2:30`."""
+        """Return the progress as text: `120/600 steps, 3.21 steps/s, eta 2:30, 0:37 so far`."""
         parts = [self._amount()]
         rate = self.rate()
         if rate > 0:
@@ -229,15 +248,18 @@ class Stage:
         return ", ".join(parts)
 
     def figures(self) -> list[str]:
-        """Return the figures of the last updates, as text."""
+        """Return the figures of the latest updates as texts."""
         return _figures(self._values)
 
     def figures_now(self) -> list[str]:
-        """Return all figures. Those of the moment are left out of the closing line."""
+        """Return the figures of the latest updates and those of the current moment, as texts.
+
+        The closing line shows only the first kind.
+        """
         return [*self.figures(), *_figures(self._live())]
 
     def summary(self) -> str:
-        """Return the closing line, as in `600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""
+        """Return the closing line: `600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""
         seconds = self._clock() - self._start_time
         units = self.done - self._done_at_start
         speed = ""
@@ -256,7 +278,7 @@ def _figures(values: Mapping[str, Figure]) -> list[str]:
 
 
 def _figure(name: str, value: int | float | str) -> str:
-    """Return a figure with its label."""
+    """Return a figure with its label, as in `loss 0.312`."""
     label = FIGURE_LABELS.get(name, name.replace("_", " "))
     if isinstance(value, str):
         return f"{label} {visible(value)}"
@@ -268,7 +290,7 @@ def _figure(name: str, value: int | float | str) -> str:
 
 
 def _short(value: int | float) -> str:
-    """Return a number with three figures: 0.0312, 3.21, 412, 41.2k, 1.20M."""
+    """Return a number with three significant digits: 0.0312, 3.21, 412, 41.2k, 1.2M."""
     if math.isfinite(value) and abs(value) >= 1e6:
         return f"{value / 1e6:.3g}M"
     if math.isfinite(value) and abs(value) >= 1e4:
@@ -281,7 +303,7 @@ def _short(value: int | float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time as `2:05` or `1:02:05`."""
+    """Return a time in seconds as `2:05` (minutes) or `1:02:05` (hours)."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

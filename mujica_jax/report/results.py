@@ -1,4 +1,4 @@
-"""The end of a run: a table of its phases, `summary.json`, and one solved question as a tree."""
+"""Format the results of a run: tables of scores, `summary.json`, and trees of questions."""
 
 import dataclasses
 import itertools
@@ -15,34 +15,46 @@ from mujica_jax.report.text import text_table, visible
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """One row of the closing table.
+    """One row of the closing table: the cost of a phase, and the scores of the policy after it.
 
-    It says what a phase cost and how the policy after it scores on held-out questions.
+    Attributes:
+        name: The name of the phase.
+        em: Exact match with greedy decoding on the held-out questions, in percent.
+        f1: F1 with greedy decoding on the held-out questions, in percent.
+        em_sampled: Exact match at the evaluation temperature, in percent. None if not measured.
+        f1_sampled: F1 at the evaluation temperature, in percent. None if not measured.
+        questions: Number of held-out questions that the greedy scores are means over.
+        left_out: Number of episodes, in both evaluations, that no score counts because a search
+            failed.
+        trajectories: Number of trajectories sampled in this phase.
+        accepted: Number of these trajectories that are kept for training.
+        tokens: Number of tokens that went through the model to sample trajectories and to score
+            them, both read and generated ones. Tokens that a script wrote do not count.
+        searches: Mean number of searches per question, in the greedy evaluation.
+        by_kind: The greedy scores of each kind of question: em, em_interval, f1 and questions.
+        seconds: Duration of the phase with its evaluation, in seconds.
     """
 
     name: str
-    em: float  # greedy decoding, percent
+    em: float
     f1: float
-    # at the evaluation temperature, percent; None where it was not measured
     em_sampled: float | None = None
     f1_sampled: float | None = None
-    questions: int  # held-out questions that the greedy scores are means over
-    left_out: int = 0  # episodes of both evaluations whose search failed: no score counts them
-    trajectories: int = 0  # sampled in this phase
-    accepted: int = 0  # of these, kept for training
-    # read and generated that went through the model to sample and to score them; a script's do not
+    questions: int
+    left_out: int = 0
+    trajectories: int = 0
+    accepted: int = 0
     tokens: int = 0
-    searches: float | None = None  # a question, in the greedy evaluation
-    # kind -> em, em_interval, f1, questions
+    searches: float | None = None
     by_kind: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    seconds: float  # the phase and its evaluation
+    seconds: float
 
 
 def summary_dict(phases: Sequence[PhaseRow], **run_facts: Any) -> dict[str, Any]:
-    """Return the content of `summary.json`: `run_facts`, the phases, and their seconds.
+    """Return the content of `summary.json`: `run_facts`, the phases, and their total seconds.
 
-    The seconds of a phase are those of the start that finished it. Numbers are rounded to two
-    decimals. `PhaseRow(**phase)` takes a phase back.
+    If a run was restarted, the seconds of a phase count only the start that finished it. Numbers
+    are rounded to two decimals. `PhaseRow(**phase)` turns a stored phase into an object again.
     """
     rows = tuple(dataclasses.asdict(phase) for phase in phases)
     seconds = sum(phase.seconds for phase in phases)
@@ -52,8 +64,9 @@ def summary_dict(phases: Sequence[PhaseRow], **run_facts: Any) -> dict[str, Any]
 def closing_table(phases: Sequence[PhaseRow]) -> Table:
     """Return a table with a row for each phase.
 
-    Scores are in percent, and greedy unless called sampled; searches are per question. If searches
-    failed in an evaluation, a last column counts the episodes that are left out.
+    Scores are in percent. They come from greedy decoding unless the heading says "sampled". The
+    column "searches" is a mean per question. If a search failed in any evaluation, a last column
+    counts the episodes that are left out of the scores.
     """
     headings = [
         "phase",
@@ -86,9 +99,10 @@ def closing_table(phases: Sequence[PhaseRow]) -> Table:
 
 
 def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> Table:
-    """Return a table with a row for each question kind, and one for all questions.
+    """Return a table of scores with a row for each kind of question, and one for all questions.
 
-    `greedy` and `sampled` are the summaries of two evaluations of the same questions.
+    `greedy` and `sampled` are the summaries of two evaluations of the same questions. The column
+    "95% of EM" is the 95% bootstrap interval of EM.
     """
     headings = ["kind", "questions", "EM", "95% of EM", "F1"]
     if sampled:
@@ -98,7 +112,7 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = N
     for kind, summary in sorted(greedy["by_kind"].items()):
         row = [kind, f"{summary['questions']:,}", *_score_cells(summary)]
         if sampled:
-            # None if all searches of this kind failed.
+            # The kind is missing if a search failed in all of its episodes.
             row += _score_cells(sampled["by_kind"].get(kind))
         rows.append(row)
 
@@ -109,20 +123,20 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = N
 
 
 def question_tree(question: Question, trajectory: Trajectory) -> Tree:
-    """Return a solved question as a tree: iterations, sub-questions, evidence, answer.
+    """Return a question and its trajectory as a tree: iterations, sub-questions, evidence, answer.
 
-    A sub-question has the evidence that its worker chose and the sentence that it wrote. Gold
-    answers and the reward are shown if the question has gold answers.
+    Below each sub-question are the evidence that the worker chose and the sentence that the worker
+    wrote. If the question has gold answers, they are shown with the reward.
 
-    Data is shown literally: "[bold]" in a passage is no markup, and control characters are made
-    visible.
+    All texts are shown literally: "[bold]" in a passage is not read as markup, and control
+    characters are escaped.
     """
     assert question.id == trajectory.question_id, (
-        f"question {question.id}, trajectory of {trajectory.question_id}"
+        f"the trajectory belongs to question {trajectory.question_id}, not to {question.id}"
     )
     tree = Tree(_node("", question.text, "bold"), guide_style="dim")
 
-    # The searches, by iteration.
+    # Show the searches, grouped by iteration.
     ordered = sorted(trajectory.searches, key=lambda search: search.iteration)
     groups = itertools.groupby(ordered, key=lambda search: search.iteration)
     for number, (_, searches) in enumerate(groups, start=1):
@@ -130,7 +144,7 @@ def question_tree(question: Question, trajectory: Trajectory) -> Tree:
         for search in searches:
             _add_search(iteration, search)
 
-    # The answer, or why there is none.
+    # Show the answer, or why the episode ended without one.
     if trajectory.stop_reason is StopReason.ANSWERED:
         tree.add(_node("answer: ", trajectory.answer, "bold"))
     else:
@@ -139,7 +153,7 @@ def question_tree(question: Question, trajectory: Trajectory) -> Tree:
         if last_turn is not None:
             tree.add(_node("last turn: ", last_turn))
 
-    # What it earned.
+    # Show the reward and its parts.
     if question.answers:
         tree.add(_node("gold: ", " | ".join(question.answers)))
         reward = f"{trajectory.reward:.2f}"
@@ -151,12 +165,15 @@ def question_tree(question: Question, trajectory: Trajectory) -> Tree:
 
 
 def _node(label: str, text: str = "", style: str = "") -> Text:
-    """Return one line of the tree."""
+    """Return one line of the tree: a dim label, followed by the text in a style of `rich`."""
     return Text.assemble((label, "dim"), (visible(text), style))
 
 
 def _add_search(iteration: Tree, search: Search) -> None:
-    """Add a sub-question with its evidence, and the worker's sentence or what was found."""
+    """Add a sub-question to the tree, with its evidence and the worker's sentence.
+
+    If the agent has no workers, all passages that the search returned are shown instead.
+    """
     label = f"[{visible(search.entity)}] " if search.entity else ""
     branch = iteration.add(_node(label, search.query, "cyan"))
 
@@ -172,13 +189,13 @@ def _add_search(iteration: Tree, search: Search) -> None:
     elif not search.found:
         branch.add(_node("worker: ", f"nothing found in {len(materials)} materials"))
     elif not search.selected:
-        # An agent without workers reads the materials itself.
+        # The agent has no workers and reads the search results itself.
         for material in materials:
             branch.add(_node("found: ", material))
 
 
 def _last_model_turn(trajectory: Trajectory) -> str | None:
-    """Return the text of the model's last turn in the first conversation, if it has any."""
+    """Return the text of the model's last turn in the first conversation; None without a turn."""
     if not trajectory.conversations:
         return None
     turns = [turn for turn in trajectory.conversations[0].turns if turn.role == "model"]
@@ -186,7 +203,7 @@ def _last_model_turn(trajectory: Trajectory) -> str | None:
 
 
 def _score_cells(summary: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """Return EM, its interval and F1 as text; dashes if nothing was scored."""
+    """Return EM, its 95% interval and F1 as texts; dashes if nothing was scored."""
     if summary is None:
         return "-", "-", "-"
     low, high = summary["em_interval"]
@@ -194,7 +211,7 @@ def _score_cells(summary: Mapping[str, Any] | None) -> tuple[str, str, str]:
 
 
 def rounded(value: Any) -> Any:
-    """Return a value with its floats rounded to two decimals, and lists for tuples."""
+    """Return a value with all its floats rounded to two decimals. Tuples become lists."""
     if isinstance(value, Mapping):
         return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, tuple):

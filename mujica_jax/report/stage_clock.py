@@ -1,10 +1,10 @@
-"""Measure where the time of a run goes: seconds by stage, each second in one of them.
+"""Measure how many seconds a run spends in each stage. Every second counts for exactly one stage.
 
     clock = StageClock(compiled=lambda: compile_counter().seconds)
     with clock.stage("sampling"): ...
-    clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and start from zero
+    clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}
 
-Compilation is a stage of its own, wherever it happens.
+Each call of `take` returns the seconds since the call before.
 """
 
 import collections
@@ -12,15 +12,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-OTHER = "other"  # outside every stage
+# The stage of all time that is spent outside every other stage.
+OTHER = "other"
 COMPILING = "compiling"
 
 
 class StageClock:
     """A clock that divides the time of a program among its stages.
 
-    Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever it
-    happens.
+    Stages may be nested; the time then counts for the inner stage. Time for compilation counts for
+    the stage "compiling", in whichever stage it happens.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class StageClock:
         compiled: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the clock. `compiled` gives the seconds that compiling has taken so far."""
+        """Start the clock. `compiled` returns how many seconds compilation has taken so far."""
         self._compiled = compiled
         self._clock = clock
         self._open_stages = [OTHER]
@@ -40,6 +41,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Count the time of this block for the stage `name`."""
         self._mark()
         self._open_stages.append(name)
         try:
@@ -49,12 +51,12 @@ class StageClock:
             self._open_stages.pop()
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of one stage since the beginning."""
+        """Return the seconds of one stage since the clock was started."""
         self._mark()
         return self._total[name]
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of every stage since the last call."""
+        """Return the seconds of each stage since the last call, without stages that took none."""
         self._mark()
         seconds_by_stage = {}
         for name, total in self._total.items():
@@ -65,7 +67,10 @@ class StageClock:
         return seconds_by_stage
 
     def _mark(self) -> None:
-        """Give the time since the last mark to the stage that is open."""
+        """Add the time since the last mark to the innermost open stage.
+
+        The part of it that was spent on compilation is added to the stage "compiling" instead.
+        """
         now = self._clock()
         compiled = self._compiled()
         seconds = now - self._mark_time

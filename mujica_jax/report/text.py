@@ -1,6 +1,7 @@
-"""Text for terminals, files and pipes.
+"""Write text to terminals, files and pipes.
 
-It has tables without colours, and data that cannot steer a terminal.
+The functions here make tables without colours, and escape characters in data that would control a
+terminal.
 """
 
 import io
@@ -17,14 +18,16 @@ from rich.text import Text
 
 from mujica_jax.runtime.standard_output import CANNOT_BE_WRITTEN, discard
 
-PLAIN_COLUMNS = 120  # width of output that goes to a file or a pipe
-JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
+# The width of output that goes to a file or a pipe, in characters.
+PLAIN_COLUMNS = 120
+# Two format characters that ordinary text of some languages needs.
+JOINERS = "\u200c\u200d"
 
 
 def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
-    """Return a table or tree as text without colours or trailing blanks.
+    """Return a table or tree as text, without colours and without blanks at the ends of lines.
 
-    Lines are drawn in ASCII if the encoding needs it.
+    If the encoding has no characters for drawing lines, the lines are drawn in ASCII.
     """
     file = io.TextIOWrapper(
         io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n"
@@ -51,9 +54,10 @@ def text_table(
     left_columns: int = 1,
     wrap: bool = False,
 ) -> Table:
-    """Return a table that is narrow enough for 80 columns.
+    """Return a compact table that fits into a terminal with 80 columns.
 
-    The first `left_columns` columns are aligned left, and break if they may `wrap`.
+    The first `left_columns` columns are aligned left, and the others right. With `wrap`, long cells
+    of the left columns continue on the next line.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
@@ -67,9 +71,9 @@ def text_table(
 
 
 def visible(text: str) -> str:
-    """Return text with control, direction and surrogate characters escaped.
+    """Return text in which control, direction and surrogate characters are escaped.
 
-    So data cannot steer a terminal.
+    Without this, data could move the cursor of a terminal or change its colours.
     """
     if text.isprintable():
         return text
@@ -82,18 +86,20 @@ def visible(text: str) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that understands control sequences."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def encoding_of(stream: TextIO) -> str:
+    """Return the encoding of a stream; UTF-8 if the stream names none."""
     return getattr(stream, "encoding", None) or "utf-8"
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write text to a stream, with escapes for characters that its encoding lacks.
+    """Write text to a stream. Characters that the stream's encoding lacks are escaped.
 
-    A run must not end for a name with an accent. Nor must it end because its output goes to a file
-    on a full disk: it continues without that output.
+    This never ends a run. If the output cannot be written, for example to a file on a full disk,
+    the run continues without output.
     """
     encoding = encoding_of(stream)
     try:
@@ -104,7 +110,7 @@ def write(stream: TextIO, text: str) -> None:
             raise
         discard(stream)
         print(
-            f"the output cannot be written ({error.strerror}): the program goes on without it",
+            f"the output cannot be written ({error.strerror}): the program continues without it",
             file=sys.stderr,
         )
 

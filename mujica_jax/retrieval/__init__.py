@@ -1,1 +1,1 @@
-"""Search: what a retriever answers, over passages and over a knowledge graph, here or served."""
+"""Search over text passages and over a knowledge graph, in this process or at a service."""

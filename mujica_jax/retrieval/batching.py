@@ -1,6 +1,7 @@
-"""Batching of many agents' queries to one index, service or endpoint.
+"""Batching of the queries of many agents to one index, service or endpoint.
 
-Queries that arrive together go there in one batch, and the same query only once.
+Queries that arrive together are answered in one batch. A query that several agents ask at the same
+time is answered once for all of them.
 """
 
 import asyncio
@@ -11,14 +12,15 @@ from typing import Any, Generic, TypeVar
 from mujica_jax.retrieval.errors import RetrieverOverloadedError, RetrieverTimeoutError
 from mujica_jax.retrieval.statistics import Counted
 
-COLLECTION_SECONDS = 0.1  # to collect an answer that is there
+# After the deadline, how long to wait for an answer that is already on its way.
+COLLECTION_SECONDS = 0.1
 
 Result = TypeVar("Result")
 QueryAndK = tuple[str, int]
 
 
 class Batcher(Generic[Result]):
-    """Collects queries into batches. Use from one event loop at a time."""
+    """Collects queries into batches. Use it from one event loop at a time."""
 
     def __init__(
         self,
@@ -31,10 +33,12 @@ class Batcher(Generic[Result]):
         deadline_seconds: float,
         late: str,
     ) -> None:
-        """Batch queries for `answer(queries, k)`, which gets up to `max_queries` at once.
+        """Collect queries for `answer(queries, k)`, which returns one result for each query.
 
-        `concurrency` calls of it run at the same time. `late` is the error message of a query
-        without an answer within `deadline_seconds`.
+        A batch has at most `max_queries` queries, and at most `concurrency` batches run at the same
+        time. At most `max_waiting` queries wait for a batch; further ones are refused. A query that
+        is not answered within `deadline_seconds` fails with the message `late`. Shared queries are
+        counted in `counted`.
         """
         self._answer = answer
         self._counted = counted
@@ -44,18 +48,21 @@ class Batcher(Generic[Result]):
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Queries that wait for a batch, in order of arrival.
         self._waiting: dict[QueryAndK, asyncio.Future[Result]] = {}
+        # Queries of running batches.
         self._under_way: dict[QueryAndK, asyncio.Future[Result]] = {}
+        # Tasks of running batches.
         self._batches: set[asyncio.Task[None]] = set()
 
     async def ask(self, query: str, k: int) -> Result:
         """Return the answer to one query.
 
-        Raises RetrieverTimeoutError, RetrieverOverloadedError, and what `answer` raises.
+        Raises RetrieverTimeoutError, RetrieverOverloadedError, and any error that `answer` raises.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            # What waited in an earlier loop ended with it.
+            # Queries of an earlier event loop ended with that loop.
             self._loop = loop
             self._waiting = {}
             self._under_way = {}
@@ -67,9 +74,9 @@ class Batcher(Generic[Result]):
         else:
             future = self._enqueue(query, k, loop)
 
-        # `asyncio.wait` leaves the future to others who wait for it. Where something else
-        # (compiling the engine) held up the event loop, an answer that came meanwhile is not late:
-        # the second wait lets it arrive.
+        # `asyncio.wait` does not cancel the future at the timeout, because other agents may wait
+        # for it. If something blocked the event loop (such as compiling the engine), the answer may
+        # have come in time without having been seen. The short second wait picks it up.
         for seconds in (self._deadline_seconds, COLLECTION_SECONDS):
             done, _ = await asyncio.wait({future}, timeout=seconds)
             if done:
@@ -79,23 +86,23 @@ class Batcher(Generic[Result]):
     def _enqueue(
         self, query: str, k: int, loop: asyncio.AbstractEventLoop
     ) -> "asyncio.Future[Result]":
-        """Put a new query into the line. Raise RetrieverOverloadedError where that is full."""
+        """Add a query to the queue. Raises RetrieverOverloadedError if the queue is full."""
         if len(self._waiting) >= self.max_waiting:
             raise RetrieverOverloadedError(
-                f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back "
-                "later, or send fewer at once"
+                f"{len(self._waiting)} searches are waiting, and the limit is {self.max_waiting}: "
+                "try again later, or send fewer at once"
             )
         future = loop.create_future()
         future.add_done_callback(_read_exception)
         self._waiting[query, k] = future
-        # Queries of the same turn of the loop come along.
+        # Start the batch later, so that queries of the same turn of the event loop join it.
         loop.call_soon(self._start)
         return future
 
     def _start(self) -> None:
         """Start batches of waiting queries, as far as the concurrency allows."""
         while self._waiting and len(self._batches) < self._concurrency:
-            # A batch has one k: that of the query that waits longest.
+            # All queries of a batch have the same k. Take the k of the query that waits longest.
             _, k = next(iter(self._waiting))
             keys = [key for key in self._waiting if key[1] == k][: self._max_queries]
             batch = {key: self._waiting.pop(key) for key in keys}
@@ -105,13 +112,13 @@ class Batcher(Generic[Result]):
             task.add_done_callback(self._end_batch)
 
     def _end_batch(self, task: "asyncio.Task[None]") -> None:
-        """Make place for the next batch."""
+        """Remove a finished batch, and start the next one."""
         self._batches.discard(task)
         if not task.cancelled():
             self._start()
 
     async def _run(self, batch: dict[QueryAndK, "asyncio.Future[Result]"], k: int) -> None:
-        """Answer a batch of queries."""
+        """Answer a batch of queries, and set the results or the error in their futures."""
         try:
             results = await self._answer([query for query, _ in batch], k)
             for future, result in zip(batch.values(), results, strict=True):
@@ -126,6 +133,10 @@ class Batcher(Generic[Result]):
 
 
 def _read_exception(future: "asyncio.Future[Any]") -> None:
-    """Read a future's exception, so that asyncio does not report it where nobody waits."""
+    """Read the exception of a future.
+
+    asyncio logs exceptions that were never read. Without this, it would log the failure of a query
+    that nobody waits for any more.
+    """
     if not future.cancelled():
         future.exception()

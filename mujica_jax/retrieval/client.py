@@ -1,10 +1,12 @@
-"""The retriever of another host: `service.py` behind the interface of a local index.
+"""A client of the retrieval service (`service.py`), with the interface of a local retriever.
 
-Queries that arrive together are sent as one request. The same query is sent only once at a time. A
-request is sent again after a transient error: a busy or failing server, a broken connection, an
-attempt without an answer, or an answer that is no JSON or does not fit the request. A request that
-is too large for the service, or whose answer is too large, is sent in two halves. A request that
-the service refuses for another reason is not sent again.
+Queries that arrive together are sent as one request. If two agents ask the same query at the same
+time, it is sent once.
+
+A request is sent again after a transient error. Such an error is a busy or failing server, a broken
+connection, a timeout, or an answer that is not JSON or does not fit the request. If the request or
+its answer is too large for the service, the queries are sent in two halves. If the service refuses
+a request for any other reason, it is not sent again.
 """
 
 import random
@@ -25,25 +27,28 @@ from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 
+# The largest number of queries in one request.
 MAX_REQUEST_QUERIES = 64
+# Timeout of the health check.
 HEALTH_SECONDS = 30.0
 POLICY = RetryPolicy()
 
 
 class RemoteRetriever(Counted):
-    """A retrieval service. Use from one event loop at a time."""
+    """A retriever that asks a retrieval service. Use it from one event loop at a time."""
 
     def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
-        # The index's version in the first answer. Another one later is refused: results would
-        # change in a run.
+        # The index version of the first answer. A later answer with another version is an error,
+        # because results would change in the middle of a run.
         self.version: str | None = None
         self._client = HttpClient(
             f"{self.url}/search",
             api_key_variable=None,
             connections=concurrency,
-            max_answer_bytes=MAX_ANSWER_BYTES + 2**20,  # with commas and brackets
+            # MAX_ANSWER_BYTES limits the hits. The rest is for commas and brackets.
+            max_answer_bytes=MAX_ANSWER_BYTES + 2**20,
         )
         self._policy = policy
         self._random = random.Random(0)
@@ -53,7 +58,11 @@ class RemoteRetriever(Counted):
             max_queries=MAX_REQUEST_QUERIES,
             concurrency=concurrency,
             deadline_seconds=policy.deadline_seconds,
-            late=str(deadline_exceeded(self.url, policy, "too many searches before this one")),
+            late=str(
+                deadline_exceeded(
+                    self.url, policy, "too many searches were waiting before this one"
+                )
+            ),
         )
 
     async def search(self, query: str, k: int) -> list[Passage]:
@@ -62,9 +71,10 @@ class RemoteRetriever(Counted):
             return await self._batcher.ask(query, k)
 
     def check(self) -> Health:
-        """Return the service's own health from one request without retries.
+        """Ask the service for its health once, without retries, and return it.
 
-        It is for the start of a run, before there is an event loop.
+        The call is synchronous: it is made at the start of a run, before there is an event loop.
+        Raises RetrieverUnavailableError, or RetrieverRefusedError if the index version changed.
         """
         import httpx
 
@@ -73,7 +83,8 @@ class RemoteRetriever(Counted):
             content = response.json()
             if response.status_code != 200:
                 raise RetrieverUnavailableError(
-                    f"{self.url} is not well (status {response.status_code}: {content})"
+                    f"the retrieval service at {self.url} is unhealthy (status "
+                    f"{response.status_code}: {content}): look at its log"
                 )
             health = Health(
                 version=content["version"],
@@ -83,14 +94,17 @@ class RemoteRetriever(Counted):
             )
         except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise RetrieverUnavailableError(
-                f"{self.url} gives no health ({type(error).__name__}: {error}): check the address "
-                "and that `python -m mujica_jax.index serve` runs there"
+                f"cannot read the health of {self.url} ({type(error).__name__}: {error}): check "
+                "the address, and that `python -m mujica_jax.index serve` runs there"
             ) from error
         self._check_version(health.version)
         return health
 
     async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return the passages of each query, from one request or from two halves of it."""
+        """Return the passages of each query.
+
+        The queries are sent as one request, or in two halves if that is too large.
+        """
 
         async def attempt() -> list[list[Passage]]:
             start_time = time.monotonic()
@@ -120,17 +134,15 @@ class RemoteRetriever(Counted):
         return [*first_half, *second_half]
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
-        """Return the passages of an answer.
+        """Return the passages of an answer, one list for each query.
 
-        Raises TransientError if it does not answer this request.
+        Raises TransientError if the answer is malformed or does not fit the request.
         """
         try:
             version = answer["version"]
             results = [_passages(hits) for hits in answer["results"]]
         except (KeyError, TypeError) as error:
-            raise TransientError(
-                f"an answer that is none ({type(error).__name__}: {error})"
-            ) from error
+            raise TransientError(f"a malformed answer ({type(error).__name__}: {error})") from error
 
         is_well_formed = all(len(passages) <= k for passages in results)
         for passages in results:
@@ -139,32 +151,37 @@ class RemoteRetriever(Counted):
                 is_well_formed &= all(isinstance(text, str) for text in texts)
         if len(results) != queries or not is_well_formed or not isinstance(version, str):
             raise TransientError(
-                f"an answer of {len(results)} results to {queries} queries for {k} passages each"
+                f"an answer that does not fit the request ({len(results)} results for {queries} "
+                f"queries of at most {k} passages each)"
             )
         self._check_version(version)
         return results
 
     def _check_version(self, version: str) -> None:
-        """Check that the service still serves the index that it served first."""
+        """Check that the service still serves the same index version.
+
+        The first version is remembered. Raises RetrieverRefusedError if a later one differs.
+        """
         if self.version is None:
             self.version = version
         elif version != self.version:
             raise RetrieverRefusedError(
-                f"{self.url} serves version {version} of its index and version {self.version} was "
-                "searched before: serve that one again, or begin anew"
+                f"{self.url} now serves index version {version}, but this run has searched version "
+                f"{self.version}: serve the earlier index again, or start a new run"
             )
 
 
 def _passages(hits: Any) -> list[Passage]:
-    """Return the passages of one query's results, not yet checked."""
+    """Return the passages of one query's results. The types of their fields are unchecked."""
     return [Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits]
 
 
 def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
-    """Return the retriever of a service after a check of its health, kind and size.
+    """Connect to a retrieval service, check it, and return its retriever.
 
-    The kind must be the one that the configuration names, and it must have `top_k` passages.
-    Raises UserError.
+    `retriever` is the kind of retriever in the configuration. With "bm25" the service must serve a
+    BM25 index, and with any other kind it must serve a dense index. The index must have at least
+    `top_k` passages. Raises UserError.
     """
     remote = RemoteRetriever(url)
     try:
@@ -173,12 +190,12 @@ def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
         raise UserError(str(error)) from error
     if (health.kind == "bm25") != (retriever == "bm25"):
         raise UserError(
-            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give "
-            "another address or retriever"
+            f"retriever is {retriever!r}, but {url} serves an index of kind {health.kind!r}: give "
+            "the address of another service, or set another retriever"
         )
     if top_k > health.passages:
         raise UserError(
-            f"top_k is {top_k} and {url} serves an index of {health.passages:,} passages: lower "
-            "top_k"
+            f"top_k is {top_k}, but the index at {url} has only {health.passages:,} passages: "
+            "lower top_k"
         )
     return remote

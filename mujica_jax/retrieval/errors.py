@@ -1,6 +1,6 @@
 """Exceptions of a retriever that cannot answer a search.
 
-Agents catch RetrievalError; the episode ends as `retriever_failed`.
+Agents catch RetrievalError, and their episode ends with the status `retriever_failed`.
 """
 
 import contextlib
@@ -10,28 +10,28 @@ from mujica_jax.http.client import DeadlineExceededError, HttpError, RequestRefu
 
 
 class RetrievalError(Exception):
-    """A search that failed, in one sentence."""
+    """A search failed. The message is one sentence."""
 
 
 class RetrieverTimeoutError(RetrievalError):
-    """No answer within the deadline."""
+    """The retriever did not answer within the deadline."""
 
 
 class RetrieverOverloadedError(RetrievalError):
-    """More searches wait than are let in."""
+    """The queue of waiting searches is full."""
 
 
 class RetrieverUnavailableError(RetrievalError):
-    """The retriever broke while it searched, or cannot be reached."""
+    """The retriever failed during the search, or cannot be reached."""
 
 
 class RetrieverRefusedError(RetrievalError):
-    """This search is never answered: it asks for what the retriever does not have."""
+    """The retriever refuses this search, and would refuse it again."""
 
 
 @contextlib.contextmanager
 def as_retrieval_errors() -> Iterator[None]:
-    """Turn the errors of a request to another host into errors of a search."""
+    """Raise the HTTP errors of the body as the matching RetrievalError."""
     try:
         yield
     except DeadlineExceededError as error:

@@ -1,8 +1,8 @@
-"""The size of an index before it is built: bytes on disk, in memory and on devices.
+"""Estimate the size of an index before it is built: bytes on disk, in memory and on devices.
 
-Dense indexes are counted from the sizes of their arrays. Words and triples are counted in a sample,
-which is indexed; Wikidata's dumps begin with the entities that say most, so that of them the figure
-is a rough one.
+The size of a dense index follows from the sizes of its arrays. For BM25 indexes and graphs, a
+sample is indexed and the result is scaled up. The estimate for Wikidata's dumps is rough, because
+they begin with entities that have more statements than most.
 """
 
 import dataclasses
@@ -26,30 +26,35 @@ from mujica_jax.retrieval.text.scann import ScannParameters, parameters_for
 from mujica_jax.retrieval.text.scann_package import CHUNK_ROWS
 from mujica_jax.retrieval.text.vectors import DTYPES
 
-WORDS_SAMPLE = 2000  # passages
-# What ScaNN was seen to hold in memory while an index is built: its training sample in float32
-# SAMPLES_HELD times, and while it writes, the codebook once for every partition.
+# Number of passages in the sample of a corpus.
+WORDS_SAMPLE = 2000
+# Measured memory of ScaNN during a build. While it trains, it holds SAMPLES_HELD copies of its
+# training sample in float32. While it writes, it holds one codebook for every partition. A codebook
+# has CENTRES_A_BLOCK centres of CENTRE_BYTES for each block of dimensions. In both stages it also
+# holds CHUNKS_HELD chunks of embeddings in float32.
 SAMPLES_HELD = 4
 CHUNKS_HELD = 3
 CENTRES_A_BLOCK = 16
 CENTRE_BYTES = 320
 FLOAT32_BYTES = 4
-# What an index of words was seen to hold while it is built: a number for each word of the corpus, an
-# array for each passage, and while scores are computed POSTING_BYTES for each passage of each word.
-# The passages themselves are mapped.
+# Measured memory of a BM25 index during a build: WORD_BYTES for each word of the corpus,
+# PASSAGE_BYTES for each passage, and while scores are computed POSTING_BYTES for each distinct word
+# of each passage. The passages themselves are mapped from disk.
 WORD_BYTES = 4
 PASSAGE_BYTES = 100
 POSTING_BYTES = {"default": 40, "elasticsearch": 60}  # by tokeniser
-GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
-# a chunk of lines and what the store sorts at once, however large the graph is
+# Size of the sample of each file of triples, decompressed.
+GRAPH_SAMPLE_BYTES = 2**25
+# Memory for building a graph of any size: a chunk of lines, and the triples that the store sorts.
 GRAPH_BUILDING_BYTES = 10**9
-GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
+# Memory for searching a graph, without the page cache of the system.
+GRAPH_SEARCHING_BYTES = 10**8
 
 
 def device_bytes(spec: IndexSpec, passages: int, devices: int | None = None) -> int:
-    """Return the bytes that the rows of an exact index take on each of a host's devices.
+    """Return the bytes that the embeddings of an exact index take on each device of a host.
 
-    `devices` of None means as many as this host has.
+    `devices` is the number of devices. None stands for those of this host.
     """
     from mujica_jax.retrieval.text import exact
 
@@ -58,7 +63,7 @@ def device_bytes(spec: IndexSpec, passages: int, devices: int | None = None) -> 
 
 
 def _row_bytes(spec: IndexSpec) -> int:
-    """Return the bytes of an embedding, with its scale if it has one."""
+    """Return the bytes of one embedding, with its scale if it is stored as int8."""
     assert spec.embedder is not None, "dense indexes have an embedder"
     scale_bytes = FLOAT32_BYTES if spec.storage == "int8" else 0
     return spec.embedder.dimension * DTYPES[spec.storage].itemsize + scale_bytes
@@ -67,9 +72,10 @@ def _row_bytes(spec: IndexSpec) -> int:
 def estimate_corpus(
     spec: IndexSpec, passages: int | None = None, devices: int | None = None
 ) -> dict[str, Any]:
-    """Estimate as if the corpus had this many passages; None counts them.
+    """Estimate the size of an index from a sample of its corpus. Raises UserError.
 
-    A kind that was chosen is named, with why.
+    `passages` is the number of passages. None counts those of the corpus. If the kind is auto, the
+    result also holds the chosen kind and the reason (`why`).
     """
     skipped = Skipped()
     stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
@@ -78,8 +84,8 @@ def estimate_corpus(
         passages = len(sample) + sum(1 for _ in stream)
     if not sample or passages < 1:
         raise UserError(
-            f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked "
-            "for: give at least one"
+            f"{', '.join(spec.corpus)}: {len(sample)} passages were read for an estimate of "
+            f"{passages} passages: give at least one"
         )
 
     amounts: dict[str, Any] = {"passages": passages}
@@ -97,15 +103,15 @@ def estimate_corpus(
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
-    """Return what an index of this many passages takes, if they are like those of the sample.
+    """Return the size of an index of `passages` passages, if they are like those of the sample.
 
-    `disk_bytes` by file; `building_bytes` of memory beside the program and the embedder's weights;
-    `searching_bytes` (of kind exact on the devices together).
+    The result holds `disk_bytes` by file. `building_bytes` is the memory of the build, without the
+    program and the embedder's weights. `searching_bytes` is the memory for searching. For kind
+    exact, it is the memory of all devices together.
     """
     text_bytes = sum(len(f"{passage.id}{passage.contents}".encode()) for passage in sample)
-    disk_bytes = {
-        "passages": passages * text_bytes // len(sample) + 12 * passages  # three offsets a row
-    }
+    # Arrow stores three offsets of 4 bytes for each row.
+    disk_bytes = {"passages": passages * text_bytes // len(sample) + 12 * passages}
     if spec.kind == "bm25":
         return _estimate_words(spec, sample, passages, disk_bytes)
 
@@ -122,7 +128,7 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         tree_bytes = parameters.leaves * dimension * FLOAT32_BYTES
         if has_partitions:
             tree_bytes += passages * FLOAT32_BYTES
-        # a byte a block in the file, half of one in memory
+        # A block of dimensions takes one byte in the file and half a byte in memory.
         disk_bytes["scann"] = passages * blocks + vector_bytes + tree_bytes
         searching_bytes = passages * blocks // 2 + vector_bytes + tree_bytes
         building_bytes = scann_building_bytes(parameters, passages, dimension)
@@ -134,7 +140,10 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
 
 
 def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> dict[str, Any]:
-    """Estimate from the beginning of each file, loaded into a temporary directory."""
+    """Estimate the size of a graph. Raises UserError if there is no triple.
+
+    The beginning of each file (`sample_bytes`) is loaded into a store in a temporary directory.
+    """
     triples = 0.0
     names = 0.0
     disk_bytes = 0.0
@@ -154,8 +163,8 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
         names += loaded.names / share
     if not triples:
         raise UserError(
-            f"{', '.join(spec.files)}: there is no triple in what was read; give a graph with at "
-            "least one"
+            f"{', '.join(spec.files)}: there is no triple in the sample that was read; give a "
+            "graph with at least one triple"
         )
     return {
         "triples": round(triples),
@@ -169,8 +178,8 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
 def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int) -> int:
     """Return the bytes of memory that `write_scann` takes.
 
-    They are those of training or of saving what was learned, whichever is larger, and of some
-    chunks.
+    It is the memory of training or the memory of saving, whichever is larger, and the memory of
+    CHUNKS_HELD chunks of embeddings.
     """
     row = dimension * FLOAT32_BYTES
     if not parameters.leaves:
@@ -186,7 +195,7 @@ def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int)
 def _estimate_words(
     spec: IndexSpec, sample: Sequence[Passage], passages: int, disk_bytes: dict[str, int]
 ) -> dict[str, Any]:
-    """Estimate an index of words from one of the sample."""
+    """Estimate the size of a BM25 index from an index of the sample."""
     index = Bm25Index(sample, spec.tokeniser)
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder))

@@ -1,12 +1,13 @@
-"""Files that passages and triples are read from, on local disk or in a bucket.
+"""Read files of passages and triples, from local disk or from a bucket.
 
-A file is plain, `.gz` or `.bz2`. In a bucket it is an object in Google Cloud Storage
+A file may be compressed (`.gz`, `.bz2`). In a bucket it is an object in Google Cloud Storage
 (`gs://BUCKET/NAME`).
 
-An object is read range by range and never fetched whole. A range whose connection breaks is asked
-for again (`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where
-it was. All ranges are of the object that was there at the beginning, and what was read from the
-first byte to the last is compared with the service's checksum.
+An object is read in ranges and is never downloaded as a whole. If the connection breaks, the range
+is requested again, with a bounded number of retries and a deadline (`storage/gcs.py`). So reading a
+large corpus continues where it stopped. All ranges come from the generation of the object that
+existed at the beginning. If the whole object was read in order, its content is compared with the
+service's checksum.
 """
 
 import base64
@@ -27,24 +28,28 @@ if TYPE_CHECKING:
     from mujica_jax.storage.gcs import Bucket, ObjectInfo
 
 SCHEME = "gs://"
+# Size of the ranges in which an object is read.
 RANGE_BYTES = 8 * 2**20
-DECOMPRESSED_BYTES = 2**17  # at once
+# Size of the buffer of a decompressed .gz file.
+DECOMPRESSED_BYTES = 2**17
 
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts what is left out of a corpus, and remembers what was wrong with the first of it."""
+    """Counts the records that are left out of a corpus or a graph."""
 
     skipped: int = 0
+    # Error message of the first record that was left out.
     first_skipped: str = ""
 
     def skip(self, why: UserError | str) -> None:
+        """Count one record that is left out because of the error `why`."""
         self.skipped += 1
         self.first_skipped = self.first_skipped or str(why)
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """Open a local file or an object in a bucket.
+    """Open a local file or an object in a bucket for reading.
 
     Raises FileNotFoundError, OSError or UserError.
     """
@@ -54,12 +59,12 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def decompressed(name: str, raw: IO[bytes]) -> IO[bytes]:
-    """Return the content of a file, decompressed as its name says.
+    """Return a reader of a file's decompressed content. The ending of `name` says how it is stored.
 
-    Closing the result does not close a compressed file under it: its owner does.
+    Closing the reader of a compressed file does not close `raw`, which the caller has to close.
     """
     if name.endswith(".gz"):
-        # Buffered, because gzip's own lines are read by Python, one at a time.
+        # Add a buffer, because GzipFile reads lines in slow Python code.
         return cast(IO[bytes], io.BufferedReader(gzip.GzipFile(fileobj=raw), DECOMPRESSED_BYTES))
     if name.endswith(".bz2"):
         return cast(IO[bytes], bz2.BZ2File(raw))
@@ -67,12 +72,12 @@ def decompressed(name: str, raw: IO[bytes]) -> IO[bytes]:
 
 
 def describe_files(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Return name, size and checksum of each file: a file with another content differs in these."""
+    """Return name, size and checksum of each file, to find out whether a file has changed."""
     return [{"name": Path(path).name, **_describe_file(path)} for path in paths]
 
 
 def _describe_file(path: str) -> dict[str, Any]:
-    """Return size and checksum. Raise UserError where the file cannot be read."""
+    """Return the size and the checksum of a file. Raises UserError if it cannot be read."""
     try:
         if _is_in_bucket(path):
             _, listed = _find_object(path)
@@ -84,7 +89,7 @@ def _describe_file(path: str) -> dict[str, Any]:
 
 
 class BucketFile(io.RawIOBase):
-    """One object, readable and seekable."""
+    """An object in a bucket as a readable and seekable file."""
 
     def __init__(self, address: str) -> None:
         import google_crc32c
@@ -92,7 +97,7 @@ class BucketFile(io.RawIOBase):
         self._bucket, self._listed = _find_object(address)
         self._address = address
         self._position = 0
-        # The checksum of the bytes up to `_summed_bytes`, if they were read in order.
+        # Checksum of the first `_summed_bytes` bytes, which were read in order.
         self._checksum = google_crc32c.Checksum()
         self._summed_bytes = 0
 
@@ -103,13 +108,13 @@ class BucketFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position, as any file does."""
+        """Move to a position and return it, as in every Python file."""
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}
         self._position = max(0, bases[whence] + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read at most one range, and return its bytes."""
+        """Read at most one range into `buffer`, and return the number of bytes read."""
         start = self._position
         stop = min(start + min(len(buffer), RANGE_BYTES), self._listed.bytes)
         if start >= stop:
@@ -125,11 +130,11 @@ class BucketFile(io.RawIOBase):
         return len(content)
 
     def _check_whole_object(self) -> None:
-        """Compare what was read from the first byte to the last with the service's checksum."""
+        """Raise UserError if the whole content differs from the service's checksum."""
         crc32c = base64.b64encode(self._checksum.digest()).decode()
         if crc32c != self._listed.crc32c:
             raise UserError(
-                f"{self._address} was damaged on the way (its CRC32C differs): start the "
+                f"{self._address} was damaged during the download (its CRC32C differs): start the "
                 "command again"
             )
 
@@ -141,15 +146,15 @@ def _is_in_bucket(path: str | Path) -> bool:
 def _find_object(address: str) -> "tuple[Bucket, ObjectInfo]":
     """Return the bucket and the object of an address.
 
-    Raises FileNotFoundError if the object is missing, and UserError if the address names none.
+    Raises FileNotFoundError if the object does not exist, and UserError if the address is wrong.
     """
     from mujica_jax.storage.gcs import open_bucket
 
     match = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
     if match is None:
         raise UserError(
-            f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local "
-            "file"
+            f"{address} is not the address of an object in a bucket: give gs://BUCKET/NAME, or the "
+            "path of a local file"
         )
     bucket_name, object_name = match.groups()
     bucket = open_bucket(bucket_name)

@@ -1,15 +1,15 @@
-"""The directory of an index: what is in it, when it counts, and how damage is found.
+"""The directory of an index: its files, and how a build commits them and a reader checks them.
 
-    INDEX/plan.json        what is being built, of what; written first, so that a killed build is
-                           taken up again
-    INDEX/passages.arrow   the corpus
-    INDEX/...              what the kind of index needs
-    INDEX/manifest.json    written last, by rename: every file with its size and checksum, and the
-                           version of the whole
+    INDEX/plan.json        The sources and settings of the build. It is written first, so that a
+                           killed build can continue.
+    INDEX/passages.arrow   The corpus.
+    INDEX/...              Other files, depending on the kind of the index.
+    INDEX/manifest.json    All files with sizes and checksums, and the version of the index. It is
+                           written last.
 
-A directory without a manifest is half-built and never opened. Opening compares every file with its
-checksum, about a second a gigabyte. A damaged one is never mended in place: it is removed and built
-again.
+A directory without a manifest holds an unfinished build and cannot be opened. Opening an index
+compares every file with its checksum, which takes about a second for each gigabyte. A damaged index
+is never repaired. The user has to remove it and build it again.
 """
 
 import contextlib
@@ -29,49 +29,54 @@ from mujica_jax.storage.manifest import describe_file, sha256_of
 PLAN = "plan.json"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-FORMAT = 1  # of the directory; another one is refused
-# The errors of a disk that is full. numpy, RocksDB and ScaNN give no number (None): what they say
-# is all that is known.
+# Format of the directory. A directory of another format cannot be opened.
+FORMAT = 1
+# Errors of a full disk. The errors of numpy, RocksDB and ScaNN have no number (None), and only
+# their text says what happened.
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-# Where an embedder is found again. What it is, its version says.
+# Fields that say where to find the embedder. Its version identifies its content.
 LOCATION_FIELDS = ("embedder", "prefixes")
-RECALL = "recall"  # measured beside exact search, when the index was built
-# Two indexes whose manifests differ in these alone are one version.
+# Field of the recall compared with exact search, which is measured at the end of a build.
+RECALL = "recall"
+# Fields that do not count for the version of an index.
 NOT_CONTENT = (*LOCATION_FIELDS, "seconds", RECALL)
-AUTO = "auto"  # the kind of a dense index until its size is known
-AUTO_KINDS = ("exact", "scann")  # one of which the size chooses; plan.json then has this one
+# Kind of a dense index until the number of its passages is known.
+AUTO = "auto"
+# The kinds that AUTO can become. The chosen one is then stored in plan.json.
+AUTO_KINDS = ("exact", "scann")
+# Fields of a manifest that describe the content as a whole.
 ABOUT_CONTENT = ("format", "version", "files")
 
 
 def rebuild_advice(folder: str | Path) -> str:
-    """Return what to do about a damaged index.
+    """Return the advice for a damaged index, for an error message.
 
-    The directory has to go first: a build would believe what its files say.
+    The directory has to be removed first, because a new build would continue with its files.
     """
     return f"remove {folder} and build the index again"
 
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
-    """Return the manifest, after comparing every file with its checksum unless `check` is false.
+    """Return the manifest of an index.
 
-    Raises UserError that names what is missing or damaged.
+    With `check`, compare every file with its checksum first. Raises UserError with the file that is
+    missing or damaged.
     """
     if "://" in str(folder):
         raise UserError(
-            f"an index is opened on local disk and this one is {folder}: copy it into a directory "
-            "and give that"
+            f"an index must be on local disk, but this one is {folder}: copy it into a local "
+            "directory, and give that directory"
         )
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(
-            f"there is no index {folder}: `python -m mujica_jax.index build --help` says how to "
-            "make it"
+            f"there is no index {folder}: build it (see `python -m mujica_jax.index build --help`)"
         )
     if not (folder / MANIFEST).exists():
         state = "is half-built" if (folder / PLAN).exists() else "holds no index"
         raise UserError(
-            f"{folder} {state} ({MANIFEST} is missing): end the `python -m mujica_jax.index build` "
-            "that began it"
+            f"{folder} {state} ({MANIFEST} is missing): give another directory, or finish its "
+            "build with the same `python -m mujica_jax.index build` command"
         )
 
     manifest = read_json(folder / MANIFEST)
@@ -83,11 +88,11 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
 
 
 def _check_fields(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Check format, version and the embedder's name of a manifest. Raises UserError."""
+    """Raise UserError if a manifest has a wrong format, version or name of an embedder."""
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is "
-            f"read here: {rebuild_advice(folder)}"
+            f"{folder / MANIFEST} has format {manifest.get('format')!r}, but this release reads "
+            f"format {FORMAT}: {rebuild_advice(folder)}"
         )
 
     content = {
@@ -98,50 +103,52 @@ def _check_fields(folder: Path, manifest: Mapping[str, Any]) -> None:
     version = _version(content, manifest.get("files"))
     if manifest.get("version") != version:
         raise UserError(
-            f"{folder / MANIFEST} is damaged (its version is {manifest.get('version')!r} and what "
-            f"it says makes {version!r}): {rebuild_advice(folder)}"
+            f"{folder / MANIFEST} is damaged (its version is {manifest.get('version')!r}, but its "
+            f"content has version {version!r}): {rebuild_advice(folder)}"
         )
 
     for name in LOCATION_FIELDS:
         value = manifest.get(name)
         if not isinstance(value, str | None):
             raise UserError(
-                f"{folder / MANIFEST} has the {name} {value!r} and a name is meant: "
+                f"{folder / MANIFEST} has the {name} {value!r}, which is not a name: "
                 f"{rebuild_advice(folder)}"
             )
 
 
 def _check_file(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Compare a file's size and checksum with its entry of the manifest. Raises UserError."""
+    """Raise UserError if a file's size or checksum differs from its entry in the manifest."""
     path = folder / entry["name"]
     if not path.is_file():
         raise UserError(f"{path} is missing: {rebuild_advice(folder)}")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise UserError(
-            f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: "
+            f"{path} has {size:,} bytes, but the manifest says {entry['bytes']:,}: "
             f"{rebuild_advice(folder)}"
         )
     sha256 = sha256_of(path)
     if sha256 != entry["sha256"]:
         raise UserError(
-            f"{path} is damaged (its sha256 is {sha256[:12]}... and the manifest says "
+            f"{path} is damaged (its sha256 is {sha256[:12]}..., but the manifest says "
             f"{entry['sha256'][:12]}...): {rebuild_advice(folder)}"
         )
 
 
 @contextlib.contextmanager
 def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
-    """Hold the directory for one builder, and yield whether the index is finished already.
+    """Lock the directory for one builder, and yield whether the index is finished already.
 
-    Raises UserError for another plan's directory, and for what cannot be written while it is held.
+    The plan is written into the directory, unless it has one. Raises UserError if another process
+    builds there, if the directory holds something else or an index of another plan, or if the disk
+    is full.
     """
     with _explained_full_disk(folder), _lock_file(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process builds {folder}: wait for it, or choose another --out"
+                f"another process is building {folder}: wait for it, or choose another --out"
             ) from error
 
         stored_plan = read_json(folder / PLAN) if (folder / PLAN).exists() else None
@@ -151,20 +158,22 @@ def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
             if path.name != PLAN and not path.name.startswith(".")
         )
         if stored_plan is None and built_files:
-            raise UserError(f"{folder} holds {built_files[0]} and no index: choose another --out")
+            raise UserError(f"{folder} holds {built_files[0]}, but no index: choose another --out")
 
         if stored_plan is not None and built_files:
             _compare_plans(folder, stored_plan, plan)
         else:
-            # A plan without files is replaced: its corpus was refused, so nothing can be mixed up.
+            # Replace a plan without other files. Its build failed before it wrote anything, so
+            # nothing can be mixed up.
             write_json(folder / PLAN, plan)
         yield (folder / MANIFEST).exists()
 
 
 def commit(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the manifest over all files of the directory, and return it.
+    """Write the manifest of all files in the directory, and return it.
 
-    Nothing may be written there afterwards.
+    `description` holds the other fields. Nothing may be written to the directory afterwards, except
+    by `add_recall`.
     """
     names = [name for name in local.names(folder, "") if name not in (PLAN, MANIFEST)]
     for name in names:
@@ -187,7 +196,7 @@ def add_recall(
 ) -> dict[str, Any]:
     """Write the measured recall into the manifest of a finished index, and return the manifest.
 
-    The version of the index stays.
+    The version of the index does not change.
     """
     measured = {**manifest, RECALL: dict(recall)}
     write_json(folder / MANIFEST, measured)
@@ -195,22 +204,22 @@ def add_recall(
 
 
 class Reporter(Protocol):
-    """Receives how far a build is: `report.Progress`."""
+    """Shows the progress of a build. `report.Progress` implements it."""
 
     def line(self, text: str) -> None:
         """Show one line of text."""
         ...
 
     def stage(self, name: str, *, total: int | None = None, unit: str) -> Any:
-        """Return a context manager that yields a stage.
+        """Return a context manager that yields a stage of the build.
 
-        The stage's `update` is called with the number of units done.
+        The build calls the stage's `update` with the number of units done, out of `total`.
         """
         ...
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError where the file is damaged."""
+    """Return the JSON object in a file. Raises UserError if the file is damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
@@ -225,7 +234,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all: a reader and a restart see the old content or the new."""
+    """Write a JSON file atomically. A reader sees the old content or the new one, never a mix."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
     local.sync(temporary)
@@ -234,7 +243,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _lock_file(folder: Path) -> IO[str]:
-    """Open the file that a builder locks; the directory is made if it is missing."""
+    """Open the file that a builder locks. Create the directory if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / LOCK, "w")
@@ -248,7 +257,7 @@ def _lock_file(folder: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def _explained_full_disk(folder: Path) -> Iterator[None]:
-    """Raise the error of a full disk as a UserError of one sentence."""
+    """Raise the error of a full disk in the body as a UserError of one sentence."""
     try:
         yield
     except OSError as error:
@@ -256,15 +265,17 @@ def _explained_full_disk(folder: Path) -> Iterator[None]:
             raise
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(
-            f"{folder} cannot be written ({reason}): make room where its disk, a quota or a limit "
-            "(ulimit -f) is used up, and the same command goes on where this one was"
+            f"{folder} cannot be written ({reason}): free some space on its disk, or raise the "
+            "quota or the limit (ulimit -f), and start the same command again; it continues where "
+            "this one stopped"
         ) from error
 
 
 def _compare_plans(folder: Path, stored_plan: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """Check that a directory was begun for the same index. An embedder may lie elsewhere by now.
+    """Raise UserError if a directory was started with another plan.
 
-    A build of kind auto continues as the kind that an earlier start chose.
+    The embedder may have moved to another place. A build of kind auto continues with the kind that
+    an earlier start chose.
     """
     if plan.get("kind") == AUTO and stored_plan.get("kind") in AUTO_KINDS:
         plan = {**plan, "kind": stored_plan["kind"]}
@@ -274,17 +285,17 @@ def _compare_plans(folder: Path, stored_plan: Mapping[str, Any], plan: Mapping[s
     if not mistaken:
         return
 
-    # An embedder's name says more than its version.
+    # In the message, the name of an embedder is clearer than its version.
     name = mistaken[0]
     if name == "embedder_version" and "embedder" in differing:
         name = "embedder"
     raise UserError(
-        f"{folder} was begun with {name} {stored_plan.get(name)!r} and this build has "
+        f"{folder} was started with {name} {stored_plan.get(name)!r}, but this build has "
         f"{plan.get(name)!r}: choose another --out or remove the directory"
     )
 
 
 def _version(content: Mapping[str, Any], files: Any) -> str:
-    """Return a hash of an index's content and of its files with their checksums."""
+    """Return a hash of the description of an index and of its files with their checksums."""
     text = json.dumps([content, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

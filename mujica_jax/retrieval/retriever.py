@@ -1,7 +1,8 @@
-"""The interface by which environments search passages, and the retriever over a local index.
+"""The retriever interface that environments use, and the retriever over a local index.
 
-Results are stored on disk if a cache is given. A remote retriever (`client.py`) has the same
-interface.
+`Retriever` is the interface: an environment passes a query and gets passages back.
+`IndexRetriever` implements it with an index in this process, and stores results on disk if it gets
+a cache. `RemoteRetriever` (`client.py`) implements it with a retrieval service.
 """
 
 import asyncio
@@ -25,22 +26,35 @@ from mujica_jax.retrieval.text.corpus import Hits, Passage
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.index import Index
 
+# The largest number of queries that an index searches at once.
 MAX_BATCH_QUERIES = 256
+# The query that the health check searches for.
 HEALTH_QUERY = "health"
-MAX_ANSWER_BYTES = 64 * 2**20  # of a service
+# The largest answer of a retrieval service.
+MAX_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Health:
-    version: str  # of the index
+    """The result of a health check."""
+
+    # Version of the index (a hash of its content).
+    version: str
+    # Number of passages in the index.
     passages: int
-    seconds: float  # that one search took
-    kind: str = ""  # of the index, where a service says it
+    # Duration of the search that the check made.
+    seconds: float
+    # Kind of the index, such as "bm25". Only a service fills this in.
+    kind: str = ""
 
 
 class Retriever(Protocol):
+    """Anything that searches passages."""
+
     @property
-    def statistics(self) -> RetrievalStatistics: ...
+    def statistics(self) -> RetrievalStatistics:
+        """Counters of the searches so far."""
+        ...
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
         """Return at most k passages, best first. Raises RetrievalError."""
@@ -48,11 +62,11 @@ class Retriever(Protocol):
 
 
 class IndexRetriever(Counted):
-    """An index of this process. Use from one event loop at a time.
+    """A retriever over an index in this process. Use it from one event loop at a time.
 
-    `inline` searches without a thread, which holds up the event loop and has no deadline: for an
-    index that answers in a fraction of a millisecond, so that what agents do in the meantime does
-    not depend on the clock.
+    By default, searches run in a thread. With `inline`, they run in the event loop itself. This
+    blocks the loop and has no deadline, so it is meant for an index that answers in a fraction of a
+    millisecond. In return, the order in which agents act does not depend on the clock.
     """
 
     def __init__(
@@ -64,6 +78,11 @@ class IndexRetriever(Counted):
         deadline_seconds: float = 60.0,
         max_waiting: int = 4096,
     ) -> None:
+        """Search `index`, and store results in `cache` if there is one.
+
+        At most `max_waiting` queries wait; further ones are refused. A query that is not answered
+        within `deadline_seconds` fails.
+        """
         super().__init__()
         self.index = index
         self.max_waiting = max_waiting
@@ -85,10 +104,13 @@ class IndexRetriever(Counted):
         return [self.index.passages[position] for position, _ in await self.hits(query, k)]
 
     async def hits(self, query: str, k: int) -> Hits:
-        """Return positions and scores, as the index gives them. Raises RetrievalError."""
+        """Return the (position, score) pairs of at most k passages, best first.
+
+        Raises RetrievalError.
+        """
         with self.counted_search():
             try:
-                # In a batch it would fail the others too.
+                # Check before batching: a bad query would make its whole batch fail.
                 check_text(query)
             except UserError as error:
                 raise RetrieverRefusedError(str(error)) from error
@@ -99,7 +121,7 @@ class IndexRetriever(Counted):
             return await self._batcher.ask(query, k)
 
     async def health(self) -> Health:
-        """Return the health after one real search, past every cache. Raises RetrievalError."""
+        """Search once, without the cache, and return the health. Raises RetrievalError."""
         start_time = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_seconds):
@@ -113,9 +135,10 @@ class IndexRetriever(Counted):
         )
 
     def _read_cache(self, query: str, k: int) -> Hits | None:
-        """Return a cached result.
+        """Return the cached result of a query, or None.
 
-        It is None where there is none of this index: a file that was changed is searched again.
+        A damaged or changed cache file can hold an entry that this index cannot have produced. Such
+        an entry also gives None, and the query is searched again.
         """
         if self._cache is None:
             return None
@@ -129,7 +152,7 @@ class IndexRetriever(Counted):
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
 
-        # Each position is one of the index, and none comes twice.
+        # Every position must exist in the index, and must occur only once.
         passages = len(self.index.passages)
         positions = {position for position, _ in hits if 0 <= position < passages}
         is_valid = len(positions) == len(hits) <= k
@@ -142,13 +165,16 @@ class IndexRetriever(Counted):
         return await asyncio.to_thread(self._search, queries, k)
 
     def _search(self, queries: Sequence[str], k: int, *, is_cached: bool = True) -> list[Hits]:
-        """Search for some queries, and write their results into the cache."""
+        """Return the results of a batch of queries, and store them in the cache if `is_cached`.
+
+        Raises RetrieverUnavailableError if the index fails.
+        """
         start_time = time.monotonic()
         try:
             encoded = self.index.encode(queries)
             encoded_time = time.monotonic()
             results = self.index.search_encoded(encoded, k)
-        # A disk, or a device that ran out of memory.
+        # The disk failed (OSError), or a device ran out of memory (RuntimeError).
         except (OSError, RuntimeError) as error:
             raise RetrieverUnavailableError(f"the index failed ({error})") from error
         self.count(

@@ -1,7 +1,8 @@
 """A cache of search results on disk, in SQLite.
 
-What was asked of a version of an index is never searched again. A cache that cannot be read or
-written costs time and no results: it is not used any further, and one line on the console says so.
+The same query is searched only once in one version of an index. If the cache cannot be read or
+written, it is switched off for the rest of the process, with one line on the console. Searches then
+take longer, but their results are the same.
 """
 
 import logging
@@ -10,15 +11,21 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-# Size of a file; then the older half of it is deleted. Twenty hits take some 700 bytes.
+# The largest size of a cache file. When it is reached, the older half of the rows is deleted. A
+# result with twenty hits takes about 700 bytes.
 MAX_BYTES = 2**30
-MAX_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
-SECONDS_FOR_A_LOCK = 2.0  # that another process holds
+# Results of longer queries are not stored.
+MAX_QUERY_CHARACTERS = 2**14
+# How long to wait for a lock that another process holds.
+SECONDS_FOR_A_LOCK = 2.0
 _log = logging.getLogger(__name__)
 
 
 class SearchCache:
-    """Query and k to the text of an answer, for one version of what answers. From any thread."""
+    """A map from (query, k) to the text of the answer, for one version of an index or a graph.
+
+    It can be used from any thread. The file is `FOLDER/VERSION.sqlite`.
+    """
 
     def __init__(self, folder: Path, version: str) -> None:
         self.path = folder / f"{version}.sqlite"
@@ -30,7 +37,7 @@ class SearchCache:
                 self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False
             )
             database.execute("PRAGMA journal_mode=WAL")
-            # What a loss of power takes is searched again.
+            # Do not wait for the disk. Rows lost in a power failure are searched again.
             database.execute("PRAGMA synchronous=OFF")
             columns = "query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k)"
             database.execute(f"CREATE TABLE IF NOT EXISTS hits ({columns})")
@@ -41,7 +48,7 @@ class SearchCache:
             self._give_up(error)
 
     def read(self, query: str, k: int = 0) -> str | None:
-        """Return the text of a stored answer, or None."""
+        """Return the text of a stored answer, or None if there is none."""
         if len(query) > MAX_QUERY_CHARACTERS:
             return None
         with self._lock:
@@ -57,7 +64,7 @@ class SearchCache:
                 return None
 
     def write(self, rows: Sequence[tuple[str, int, str]]) -> None:
-        """Store answers. A row is a query, k, and the answer's text."""
+        """Store answers. A row holds the query, k, and the text of the answer."""
         cached_rows = [row for row in rows if len(row[0]) <= MAX_QUERY_CHARACTERS]
         with self._lock:
             if self._database is None or not cached_rows:
@@ -74,8 +81,10 @@ class SearchCache:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Close the database for good, and say so once."""
-        _log.warning("%s is not used (%s): searches are made again", self.path, error)
+        """Close the database for good, and log one warning."""
+        _log.warning(
+            "the search cache %s is switched off (%s): queries are searched again", self.path, error
+        )
         if self._database is not None:
             self._database.close()
             self._database = None
@@ -88,7 +97,7 @@ def _insert(database: sqlite3.Connection, rows: Sequence[tuple[str, int, str]]) 
 
 
 def _delete_older_half(database: sqlite3.Connection) -> None:
-    """Delete the half of the rows that was inserted first."""
+    """Delete the older half of the rows."""
     with database:
         oldest = "SELECT rowid FROM hits ORDER BY rowid LIMIT (SELECT (count(*) + 1) / 2 FROM hits)"
         database.execute(f"DELETE FROM hits WHERE rowid IN ({oldest})")

@@ -1,14 +1,18 @@
-"""An index behind HTTP, for samplers on other hosts.
+"""The retrieval service: an HTTP server that searches an index for samplers on other hosts.
 
     POST /search    {"queries": ["..."], "k": 5} ->
                     {"version": "...", "results": [[{"id", "title", "text", "score"}, ...], ...]}
-    GET  /healthz   200 after a real search, 503 with the reason where that fails
-    GET  /metrics   Prometheus's text format
+    GET  /healthz   200 after a successful search, 503 with the reason after a failed one
+    GET  /metrics   counters in Prometheus's text format
 
-The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After
-at once. 400 and 413 say what is wrong with a request, 503 and 504 that the index broke or was late;
-all of them as {"error": sentence}. Queries of all clients that arrive together are encoded
-together.
+Queries that arrive together are encoded as one batch, also if they come from different clients. The
+queue of waiting queries is bounded. The body of an error is {"error": sentence}, and its status is:
+
+    400, 413        the request is wrong, or it or its answer is too large
+    408             the request took too long to arrive
+    429             the queue is full; the header Retry-After says when to try again
+    503             the index failed
+    504             the index did not answer within the deadline
 """
 
 import asyncio
@@ -37,18 +41,24 @@ from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetrie
 from mujica_jax.retrieval.text.corpus import Hits
 from mujica_jax.retrieval.text.index import Index
 
-MAX_QUERIES = 256  # of a request
-MAX_RESULTS = 1000  # of a query
+# The most queries in one request.
+MAX_QUERIES = 256
+# The most results for one query: the largest k.
+MAX_RESULTS = 1000
 MAX_REQUEST_BYTES = 4 * 2**20
-MAX_READING_SECONDS = 20.0  # until all of a request is there
-# The status of other errors is 503.
+# The longest time in which the body of a request has to arrive.
+MAX_READING_SECONDS = 20.0
+# HTTP status of each error of the retriever. The status of all other errors is 503.
 STATUSES = {
     RetrieverOverloadedError: 429,
     RetrieverTimeoutError: 504,
     RetrieverRefusedError: 400,
 }
-HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
+# Extra headers of an answer, by its status.
+HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}
+# Names of the Prometheus counters begin with this.
 PREFIX = "mujica_retrieval_"
+# Help text of each Prometheus counter.
 MEANINGS = {
     "queries": "Queries that arrived",
     "cached": "Queries answered from the disk",
@@ -62,7 +72,7 @@ MEANINGS = {
 
 
 class BadRequestError(Exception):
-    """A mistake of the client's, in one sentence."""
+    """The client's request is wrong. The message is one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
         super().__init__(sentence)
@@ -70,13 +80,14 @@ class BadRequestError(Exception):
 
 
 class Metrics:
-    """A collector for `prometheus_client`: the retriever's statistics and the answers by status."""
+    """A `prometheus_client` collector of the retriever's statistics and of answers by status."""
 
     def __init__(self, retriever: IndexRetriever) -> None:
         self._retriever = retriever
         self.answers: dict[int, int] = {}
 
     def collect(self) -> Iterator[Any]:
+        """Yield the counters of the retriever, and the number of answers by status."""
         statistics = dataclasses.asdict(self._retriever.statistics)
         for name, meaning in MEANINGS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])
@@ -91,13 +102,14 @@ class _Service:
 
     def __init__(self, retriever: IndexRetriever, kind: str) -> None:
         self._retriever = retriever
-        self._kind = kind  # of the index
-        # The file of passages is read by one thread at a time.
+        # Kind of the index, such as "bm25".
+        self._kind = kind
+        # Only one thread at a time may read the file of passages.
         self._reading = asyncio.Lock()
         self._health_check: asyncio.Task[Health] | None = None
         self._metrics = Metrics(retriever)
         self._registry = CollectorRegistry()
-        # The registry only collects from it.
+        # The type wants a full Collector, but the registry only calls `collect`.
         self._registry.register(self._metrics)  # pyright: ignore[reportArgumentType]
 
     async def search(self, request: Request) -> Response:
@@ -117,8 +129,8 @@ class _Service:
     async def health(self) -> JSONResponse:
         """Answer GET /healthz.
 
-        Requests that come while one search is under way share its result: however many there are,
-        other searches wait for a single one.
+        Requests that arrive during a health check share its result. So many health requests at once
+        cost only one search.
         """
         if self._health_check is None or self._health_check.done():
             self._health_check = asyncio.create_task(self._retriever.health())
@@ -133,14 +145,14 @@ class _Service:
         return PlainTextResponse(generate_latest(self._registry).decode())
 
     async def _search(self, request: Request) -> bytes:
-        """Return the results of a request. Raises BadRequestError or RetrievalError."""
+        """Return the JSON body that answers a request. Raises BadRequestError or RetrievalError."""
         retriever = self._retriever
         queries, k = _read(await _read_body(request), passages=len(retriever.index.passages))
         different_queries = len(set(queries))
         if different_queries > retriever.max_waiting:
             raise BadRequestError(
-                f"the request has {different_queries} queries and at most "
-                f"{retriever.max_waiting} may wait here: send fewer at once",
+                f"the request has {different_queries} different queries, but the queue of this "
+                f"service holds at most {retriever.max_waiting}: send fewer at once",
                 status=413,
             )
         results = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
@@ -149,7 +161,7 @@ class _Service:
 
 
 def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
-    """Return the service of one retriever; `kind` is the index's."""
+    """Return the web application that serves one retriever. `kind` is the kind of its index."""
     app = FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
     service = _Service(retriever, kind)
     app.add_api_route("/search", service.search, methods=["POST"], response_model=None)
@@ -159,9 +171,10 @@ def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Bind a socket before anything is loaded. Raise UserError where the port is taken.
+    """Bind a socket and return it. Port 0 takes any free port.
 
-    Port 0 takes any.
+    Call this before the index is loaded, so that a taken port is reported at once. Raises UserError
+    if the port cannot be opened.
     """
     server_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,23 +190,23 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def address_of(server_socket: socket.socket) -> str:
-    """Return the address at which a bound socket is reached."""
+    """Return the URL of a bound socket, such as "http://127.0.0.1:8000"."""
     host, port = server_socket.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve_until_told(app: FastAPI, server_socket: socket.socket, announcement: str) -> None:
-    """Serve until SIGTERM or SIGINT; requests under way are answered first.
+    """Serve until SIGTERM or SIGINT. Requests under way are still answered before the server ends.
 
-    The announcement is printed once the port answers.
+    The announcement is printed when the port accepts connections.
     """
     server = make_server(app)
 
     def end_server(*_: object) -> None:
         server.should_exit = True
 
-    # While it runs, the server handles the signals itself. When it has ended it raises those that
-    # it got once more; before it starts and then they come here.
+    # uvicorn handles both signals itself while it runs, and raises them again when it has ended.
+    # These handlers catch signals before it starts and those that it raises again.
     earlier_handlers = {
         number: signal.signal(number, end_server) for number in (signal.SIGTERM, signal.SIGINT)
     }
@@ -207,7 +220,7 @@ def serve_until_told(app: FastAPI, server_socket: socket.socket, announcement: s
 def make_server(app: FastAPI) -> uvicorn.Server:
     """Return a server whose `run(sockets=[...])` serves until SIGTERM or SIGINT.
 
-    Requests under way are answered first.
+    Requests under way are still answered before it ends, for at most 30 seconds.
     """
     return uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
@@ -215,7 +228,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body of a request. Raise BadRequestError where it is too large or too slow."""
+    """Return the body of a request. Raises BadRequestError if it is too large or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_READING_SECONDS) as timer:
@@ -228,23 +241,26 @@ async def _read_body(request: Request) -> bytes:
                         status=413,
                     )
     except ClientDisconnect as error:
-        raise BadRequestError("the request broke off") from error
+        raise BadRequestError("the client closed the connection") from error
     except TimeoutError as error:
         if not timer.expired():
             raise
         raise BadRequestError(
-            f"the request was not there within {MAX_READING_SECONDS:g} s: send it again",
+            f"the whole request did not arrive within {MAX_READING_SECONDS:g} s: send it again",
             status=408,
         ) from error
     return bytes(body)
 
 
 def _read(body: bytes, passages: int) -> tuple[list[str], int]:
-    """Return the queries and k of a request. Raise BadRequestError where they are none."""
+    """Return the queries and k of a request. Raises BadRequestError if they are invalid.
+
+    `passages` is the number of passages in the index, the upper limit of k.
+    """
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the request is no JSON ({error})") from error
+        raise BadRequestError(f"the request is not JSON ({error})") from error
 
     queries: Any = None
     k: Any = None
@@ -252,7 +268,9 @@ def _read(body: bytes, passages: int) -> tuple[list[str], int]:
         queries = content.get("queries")
         k = content.get("k")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise BadRequestError('the request needs "queries", a list of texts, and "k"')
+        raise BadRequestError(
+            'the request needs "queries" (a list of strings) and "k" (an integer)'
+        )
     if not 1 <= len(queries) <= MAX_QUERIES:
         raise BadRequestError(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
     max_k = min(passages, MAX_RESULTS)
@@ -262,9 +280,9 @@ def _read(body: bytes, passages: int) -> tuple[list[str], int]:
 
 
 def _answer(index: Index, results: Sequence[Hits]) -> bytes:
-    """Return the JSON of an answer. Raise BadRequestError where it would be too large."""
+    """Return the JSON body of an answer. Raises BadRequestError if it would be too large."""
     result_texts = []
-    size = 0  # bytes
+    size = 0  # bytes of all hits
     for hits in results:
         hit_texts = []
         for position, score in hits:

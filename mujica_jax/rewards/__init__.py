@@ -1,4 +1,4 @@
-"""Rewards that methods learn from; scores shown to users come from `metrics`."""
+"""Rewards for training. The scores that users see come from `metrics`."""
 
 from mujica_jax.rewards.reward import RewardFunction, find_reward
 from mujica_jax.rewards.staged import staged_reward

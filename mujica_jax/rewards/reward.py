@@ -1,21 +1,22 @@
-"""Rewards of an episode, by the names that a configuration gives them.
+"""The rewards that a configuration can name.
 
-`run_episodes` applies one after each episode.
+`run_episodes` computes the reward after each episode.
 
 | name | total | best |
 |---|---|---|
-| `f1` | the official F1 of the answer (Mujica-MyGO, section 3.1) | 1 |
-| `em` | its exact match | 1 |
-| `f1_format` | 0.9 F1 + 0.1 if every turn was well-formed | 1 |
-| `judge` | 1 if a language model says that the answer means the same as a gold one | 1 |
-| `staged` | answer, search and format, by stages of training (`staged.py`) | 2 |
+| `f1` | official F1 of the answer (Mujica-MyGO, section 3.1) | 1 |
+| `em` | exact match of the answer | 1 |
+| `f1_format` | 0.9 F1, plus 0.1 if every turn is well-formed | 1 |
+| `judge` | 1 if a language model says that the answer means the same as a gold answer | 1 |
+| `staged` | sum of parts for answer, searches and format (`staged.py`) | 2 |
 
-A reward reads the trajectory that the agent recorded, which holds only what the model generated as
-answer; an episode without an answer earns nothing for it. An episode whose search failed earns
-nothing and counts nowhere. Scores shown to users come from `metrics`, never from here.
+A reward reads the trajectory that the agent recorded. The answer in it is text that the model
+generated. Without an answer, F1 and exact match are 0. If a search failed, the reward is 0, and the
+episode counts in no group, mean or threshold. The scores that users see come from `metrics`, never
+from here.
 
-A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises
-`NoVerdictError`, and the episode counts in no group, mean or threshold.
+A reward may be asynchronous. If it cannot be computed, for example because a judge does not answer,
+it raises `NoVerdictError`. Such an episode counts in no group, mean or threshold either.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ from mujica_jax.records import Question, Reward, StopReason, Trajectory
 from mujica_jax.rewards.staged import Similarity, best_reward, staged_reward
 
 FORMAT_SHARE = 0.1
-MALFORMED = "malformed_"  # what an agent counts under such a name speaks against the format
+# The prefix of the names under which an agent counts malformed output.
+MALFORMED = "malformed_"
 ILL_FORMED_ENDS = (
     StopReason.NO_ACTION,
     StopReason.UNKNOWN_CANDIDATE,
@@ -42,38 +44,40 @@ ILL_FORMED_ENDS = (
 
 
 Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
-# Whether an answer is right. The answer is None if the episode ended without one.
+# Decides whether an answer is right. The answer is None if the episode ended without one.
 Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
 
 class NoVerdictError(Exception):
-    """A reward cannot be given; the sentence says why.
+    """A reward cannot be computed, and the message says why.
 
     The environment is at fault, not the policy.
     """
 
 
-# The old name, for rewards that users wrote. It goes with the next release.
+# The old name, for rewards in users' code. It will be removed in the next release.
 NoVerdict = NoVerdictError
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
+    """Return the F1 of the answer as the reward."""
     return Reward(total=answer.f1, parts={"f1": answer.f1})
 
 
 def exact_match(answer: Score, trajectory: Trajectory) -> Reward:
+    """Return the exact match of the answer as the reward."""
     return Reward(total=answer.em, parts={"em": answer.em})
 
 
 def judged(answer: Score, trajectory: Trajectory) -> Reward:
-    """Return the judge's verdict, which `RewardFunction` puts into `answer.em`."""
+    """Return the judge's verdict as the reward. `RewardFunction` has put it into `answer.em`."""
     return Reward(total=answer.em, parts={"judge": answer.em})
 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
-    """Return whether every turn was well-formed.
+    """Return whether every turn of an episode is well-formed.
 
-    Then no refused turn ended the episode, and the agent counted nothing malformed.
+    That is the case if no invalid turn ended the episode and the agent counted no malformed output.
     """
     malformed_turns = sum(
         count for name, count in trajectory.counts.items() if name.startswith(MALFORMED)
@@ -82,7 +86,7 @@ def is_well_formed(trajectory: Trajectory) -> bool:
 
 
 def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
-    """Return 0.9 F1 + 0.1 for a well-formed episode."""
+    """Return 0.9 times the F1 of the answer, plus 0.1 if the episode is well-formed."""
     well_formed = float(is_well_formed(trajectory))
     total = (1 - FORMAT_SHARE) * answer.f1 + FORMAT_SHARE * well_formed
     return Reward(total=total, parts={"f1": answer.f1, "format": well_formed})
@@ -93,28 +97,29 @@ REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A reward under a task's scoring rule.
+    """A reward together with the scoring rule of a task.
 
-    `best` is the highest possible total (`r_sup` in the Mujica-MyGO paper): thresholds are measured
-    against it.
+    `best` is the highest possible total (`r_sup` in the Mujica-MyGO paper). Thresholds are relative
+    to it.
     """
 
     rule: Rule
     compute: Parts
     best: float = 1.0
-    # Returns the function of a round, for a reward that changes while a method trains.
+    # Returns the reward for a round, if the reward changes during training.
     compute_in_round: Callable[[int], Parts] | None = None
-    judge: Correctness | None = None  # says what is right, in place of an exact match
+    # Decides whether an answer is right. Without it, an answer is right if it is an exact match.
+    judge: Correctness | None = None
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        """Return what an episode earned. Only for rewards that need not be awaited."""
-        assert self.judge is None, "a judge has to be waited for: use `rewarded`"
+        """Return the reward of an episode. The reward must not be asynchronous."""
+        assert self.judge is None, "a judge is asynchronous: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
         return self._checked(self.compute(self._score(trajectory, question), trajectory))
 
     async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
-        """Return the episode with its reward, or marked as one without a verdict."""
+        """Return the episode with its reward, or with a mark that there is no verdict."""
         if trajectory.is_environment_fault:
             return trajectory
         answer = self._score(trajectory, question)
@@ -133,7 +138,7 @@ class RewardFunction:
         return score(trajectory.final_answer, question.answers, self.rule)
 
     def _checked(self, reward: Any) -> Reward:
-        """Return the reward. Raises UserError if it is no Reward of finite numbers."""
+        """Return the reward unchanged. Raises UserError if it is not a Reward of finite numbers."""
         is_reward = isinstance(reward, Reward) and isinstance(reward.parts, Mapping)
         numbers = [reward.total, *reward.parts.values()] if is_reward else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
@@ -144,7 +149,7 @@ class RewardFunction:
         return reward
 
     def at(self, round_number: int) -> "RewardFunction":
-        """Return the reward of a round."""
+        """Return the reward function for a round."""
         if self.compute_in_round is None:
             return self
         return dataclasses.replace(self, compute=self.compute_in_round(round_number))
@@ -157,11 +162,13 @@ def find_reward(
     similarity: Similarity | None = None,
     judge: Correctness | None = None,
 ) -> RewardFunction:
-    """Return the reward of this name.
+    """Return the reward with this name.
 
-    `staged` and `similarity` are for the reward `staged`; only its part `search` compares queries.
-    `judge` is for those rewards that need one (`needs_judge`). Raises UserError with the nearest
-    name if there is no such reward.
+    - `rule` is the scoring rule of the task.
+    - `staged` configures the reward `staged`. `similarity` compares queries for its part `search`.
+    - `judge` decides about answers, for rewards that need a judge (`needs_judge`).
+
+    Raises UserError if there is no such reward, or if it needs a judge and there is none.
     """
     staged = staged or StagedRewardConfig()
     names = [*REWARDS, STAGED, JUDGE]
@@ -173,7 +180,7 @@ def find_reward(
     elif judge is None:
         correctness = f" with staged.correctness {staged.correctness}" if name == STAGED else ""
         raise UserError(
-            f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url"
+            f"the reward {name}{correctness} needs a judge and there is none: give --judge.base-url"
         )
 
     if name == STAGED:

@@ -1,33 +1,36 @@
-"""The rewards of "Learning When to Search" (section 3.3).
+"""The reward `staged` of "Learning When to Search" (section 3.3).
 
-They train an agent that decides itself whether to search.
+It trains an agent that decides itself whether to search.
 
     total  = answer + search + format                                        (equation 12)
-    format = 1 if every turn has one of the permitted shapes and the episode
-             is answered, else -1                                            (equation 6)
-    search = -(mean cosine similarity of the queries' pairs)
-             with more than one search                                       (equations 7 to 9)
-             0 if the query is concise or there is none, else -1
+    format = 1 if every turn is well-formed and the episode has an answer,
+             else -1                                                         (equation 6)
+    search = -(mean cosine similarity over all pairs of queries)
+             if there are several searches                                   (equations 7 to 9)
+             0 if there is no search or its query is concise, else -1
     answer, first stage  = 1 if right, else -1 + beta searches               (equation 10)
     answer, second stage = 1 - beta searches if right, else -1               (equation 11)
     answer, unified      = 1 - beta searches if right,
                            else -1 + beta searches                           (table 2)
 
-The first stage teaches to search, the second one to leave it where it is not needed. With `unified`
-there are no stages, as in the paper's table 2; the paper gives that reward in words only.
+The first stage teaches the agent to search. The second stage teaches it to search only if it must.
+With the setting `unified` there are no stages, as in table 2 of the paper. The paper describes this
+reward only in words.
+
 Differences from the paper:
 
-- Equation 8 divides the sum over pairs by N (N - 1), half of the mean that the text describes; this
-  is the mean.
-- An answer is right if it is an exact match under the task's rule. The paper asks a language model,
-  which `correctness` judge does here.
-- The rules of a concise query are not published; `is_concise` has ours.
-- A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its
-  ablations.
-- How alike two queries are comes from outside (`retrieval.text.similarity`): counts of words, or an
-  embedder, as the paper has it.
+- Equation 8 divides the sum over pairs by N (N - 1). The result is half of the mean that the text
+  describes. Here it is the mean.
+- An answer is right if it is an exact match under the rule of the task. The paper asks a language
+  model; the setting `correctness` with the value `judge` does the same here.
+- The paper does not publish its rules for a concise query. `is_concise` implements our own.
+- If a stage is switched off, the answer's part in that stage is 1 or -1, independent of the number
+  of searches. Section 4.5 describes its ablations this way.
+- The similarity of two queries is a parameter (`retrieval.text.similarity`). It uses word counts,
+  or an embedder as in the paper.
 
-As printed, a wrong answer of the first stage earns more than 0 from four searches on.
+With equation 10 as printed, a wrong answer in the first stage earns more than 0 if the episode has
+at least four searches.
 """
 
 import re
@@ -38,7 +41,8 @@ from mujica_jax.config.methods import StagedRewardConfig
 from mujica_jax.metrics import Score
 from mujica_jax.records import Reward, StopReason, Trajectory
 
-Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
+# Returns the similarity of a text to each of the other texts, between -1 and 1.
+Similarity = Callable[[str, Sequence[str]], list[float]]
 
 _WORD = re.compile(r"\w+")
 QUESTION_WORDS = frozenset(
@@ -57,7 +61,10 @@ def staged_reward(
     config: StagedRewardConfig,
     similarity: Similarity | None,
 ) -> Reward:
-    """Return the reward with its parts. A part that is switched off is absent."""
+    """Return the reward with its parts. Parts that are switched off are absent.
+
+    `stage` is 1 or 2. `similarity` may be None if the part `search` is switched off.
+    """
     queries = [search.query for search in trajectory.searches]
     parts: dict[str, float] = {}
     if config.answer:
@@ -65,7 +72,7 @@ def staged_reward(
             right=answer.em == 1.0, searches=len(queries), stage=stage, config=config
         )
     if config.search:
-        assert similarity is not None, "the part `search` compares queries"
+        assert similarity is not None, "the part `search` needs a similarity of queries"
         parts["search"] = search_reward(
             queries, max_words=config.max_query_words, similarity=similarity
         )
@@ -76,12 +83,15 @@ def staged_reward(
 
 
 def best_reward(config: StagedRewardConfig) -> float:
-    """Return the best total there is: right, well-formed and without a search."""
+    """Return the highest possible total: a right, well-formed answer without a search."""
     return float(config.answer) + float(config.format)
 
 
 def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
-    """Return the answer's part by equation 10 or 11, or by both at once if there are no stages."""
+    """Return the part for the answer, by equation 10 or 11.
+
+    With the setting `unified`, both equations apply at once.
+    """
     cost = config.beta * searches
     is_softened = config.unified or (stage == 1 and config.stage_one)
     is_lessened = config.unified or (stage == 2 and config.stage_two)
@@ -91,13 +101,14 @@ def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewar
 
 
 def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similarity) -> float:
+    """Return the part for the searches, by equations 7 to 9."""
     if len(queries) > 1:
         return -mean_similarity(queries, similarity)
     return 0.0 if all(is_concise(query, max_words) for query in queries) else -1.0
 
 
 def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
-    """Return the mean similarity over the pairs of two or more queries."""
+    """Return the mean similarity over all pairs of queries. There must be at least two queries."""
     similarities: list[float] = []
     for index, query in enumerate(queries[:-1]):
         similarities += similarity(query, queries[index + 1 :])
@@ -105,9 +116,10 @@ def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
 
 
 def is_concise(query: str, max_words: int) -> bool:
-    """Return whether a query consists of keywords.
+    """Return whether a query is concise, that is, consists of a few keywords.
 
-    Such a query is no question, has no preposition at either end and at most `max_words` words.
+    A concise query has at most `max_words` words. It does not end with a question mark, does not
+    begin with a question word, and has no preposition at either end.
     """
     words = _WORD.findall(query.casefold())
     has_valid_length = 0 < len(words) <= max_words

@@ -1,1 +1,1 @@
-"""A run: what every recipe stands on to sample, learn, evaluate and resume."""
+"""The parts that all recipes share: set up a run, sample, learn, commit, evaluate and resume."""

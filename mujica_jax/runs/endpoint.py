@@ -1,6 +1,7 @@
-"""A model behind an OpenAI-compatible endpoint in the place of a policy, such as GPT-4.1 or vLLM.
+"""Use a model behind an OpenAI-compatible endpoint instead of a policy of our own.
 
-It is evaluated by `eval`, judges, teaches, or writes trees.
+The model may be GPT-4.1, for example, or a model that vLLM serves. `eval` can evaluate it. It can
+also judge answers, teach EviPath, or write the trees of DecEx-RAG.
 """
 
 import dataclasses
@@ -14,9 +15,9 @@ from mujica_jax.storage.run_directory import RunPath
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A model that is evaluated, and the folder of its results.
+    """A model behind an endpoint, and the folder for the results of its evaluations.
 
-    It has no policy version, and its results name none.
+    Such a model has no policy version, so its results name no version.
     """
 
     remote: RemoteConfig
@@ -26,22 +27,24 @@ class Endpoint:
 
     @property
     def name(self) -> str:
+        """The model's name at the endpoint."""
         return str(self.remote.model)
 
     @property
     def place(self) -> str:
+        """The address of the endpoint."""
         return str(self.remote.base_url)
 
     def concurrency(self, config: Config) -> int:
-        """Return how many episodes are played at a time."""
+        """Return how many episodes are played at the same time."""
         return self.remote.concurrency
 
     def open(self, config: Config) -> "tuple[Tokenizer, RemoteGenerator]":
-        """Return what is open already."""
+        """Return the tokenizer and the generator, which are already open."""
         return self.tokenizer, self.generator
 
     def about(self) -> dict[str, Any]:
-        """Return what results say of the model."""
+        """Return the description of the model that is written into the results."""
         return {
             "endpoint": self.remote.base_url,
             "model": self.remote.model,
@@ -52,9 +55,12 @@ class Endpoint:
 
 
 def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
-    """Open an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
+    """Open an endpoint whose settings `config.checks.check_remote` accepted.
+
+    This sends no request.
+    """
     assert remote.base_url and remote.model and remote.mode and remote.tokenizer, (
-        "the endpoint was checked to be whole"
+        "check_remote makes sure that all settings of the endpoint are given"
     )
     tokenizer = Tokenizer.load(remote.tokenizer)
     generator = RemoteGenerator(remote, tokenizer)

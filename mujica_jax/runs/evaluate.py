@@ -1,6 +1,6 @@
-"""Evaluate policies under configurations: score, print, and write the results.
+"""Evaluate a policy under one or several configurations, and print and write the results.
 
-Called by `eval`.
+The command `eval` calls this module.
 """
 
 import asyncio
@@ -56,22 +56,34 @@ from mujica_jax.trajectories import shards
 
 _log = logging.getLogger(__name__)
 
-# Least number of questions that are stored together: this is what a kill may cost.
+# The least number of questions whose trajectories are stored together. If an evaluation is killed,
+# it plays about this number of questions again.
 MIN_PART_QUESTIONS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Models:
-    """The models of an evaluation, not yet opened."""
+    """The models of an evaluation, before they are loaded.
+
+    Attributes:
+        policy: The model that is evaluated.
+        worker: A different model for the turns of workers. None: the policy plays the workers too.
+        judge: The model that judges the answers. None: no model judges them.
+    """
 
     policy: Checkpoint | Endpoint
-    worker: Checkpoint | None = None  # None: the policy writes as the worker too
+    worker: Checkpoint | None = None
     judge: Endpoint | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Session:
-    """The opened models and other parts that all configurations of one evaluation share."""
+    """The loaded models and other parts that all configurations of one evaluation share.
+
+    `samples` is the number of samples of each question; with 0 the policy is evaluated greedily
+    only. `earlier_scores` are the scores of the earlier result that this evaluation is compared
+    with.
+    """
 
     policy: Checkpoint | Endpoint
     worker: Checkpoint | None
@@ -82,8 +94,8 @@ class _Session:
     faults: FaultGuard
     progress: Progress
     preemption: Preemption
-    samples: int  # a question; 0: the policy is scored greedily alone
-    earlier_scores: comparison.QuestionScores | None  # of the result that it is compared with
+    samples: int
+    earlier_scores: comparison.QuestionScores | None
 
 
 def evaluate(
@@ -96,17 +108,18 @@ def evaluate(
     plot: bool = False,
     note: str | None = None,
 ) -> None:
-    """Score a policy, print and write the results.
+    """Evaluate a policy under each configuration, and print and write the results.
 
-    A question's sampled score is the mean over `samples`; with 0 the policy is scored only
-    greedily. `beside` is the file of an earlier result on the same questions: the differences to it
-    are printed too. Several configurations, which differ in task and agent, also give a table, and
-    with `plot` a picture of it. `note` is printed first.
+    `samples` is the number of samples of each question; with 0 the policy is evaluated greedily
+    only. `beside` is the file of an earlier result on the same questions; the differences to it are
+    printed and written too. The configurations differ in task and agent. If there are several, a
+    table compares them, and `plot` draws a picture of this table. `note` is a line that is printed
+    first.
     """
     first = configs[0]
     policy = models.policy
 
-    # Check what can be checked before the model is loaded.
+    # Check everything that can be checked before the model is loaded.
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
     _require_writable(policy.out)
@@ -142,7 +155,8 @@ def evaluate(
         _write_comparison(
             results, policy.out / f"comparison-{first.eval.split}.json", progress, plot
         )
-    for folder in folders:  # all that they hold is in the results
+    # Remove the stored parts. The results hold everything that is in them.
+    for folder in folders:
         RunDirectory(folder).remove_folder("")
     if isinstance(policy, Endpoint):
         progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
@@ -151,9 +165,9 @@ def evaluate(
 def show_answer(
     config: Config, models: Models, preemption: Preemption, text: str, *, note: str | None = None
 ) -> None:
-    """Answer a question of the user's greedily, and show the episode as a tree.
+    """Answer the user's question with greedy decoding, and show the episode as a tree.
 
-    `note` is printed first.
+    `note` is a line that is printed first.
     """
     tasks = _prepare([config])
     session = _open_session([config], tasks, models, preemption, samples=0, earlier_scores=None)
@@ -171,7 +185,7 @@ def show_answer(
 
 
 def _prepare(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
-    """Check what the machine must have, and build each task once."""
+    """Check that packages and devices suit the configurations, and build each task once."""
     require_packages(configs[0])
     check_dtypes(configs[0])
     use_compilation_cache()
@@ -191,11 +205,12 @@ def _open_session(
     samples: int,
     earlier_scores: comparison.QuestionScores | None,
 ) -> _Session:
-    """Open the models of an evaluation, and check that prompts and temperatures fit them."""
+    """Load the models of an evaluation, and check that they suit the prompts and temperatures."""
     first = configs[0]
     tokenizer, generator = models.policy.open(first)
     if isinstance(models.policy, Checkpoint):
-        engine_generator = cast(PolicyGenerator, generator)  # its engine is on this machine
+        # A checkpoint is decoded by an engine on this machine.
+        engine_generator = cast(PolicyGenerator, generator)
         check_engine_temperatures(engine_generator, first, trains=False, sampled=samples > 0)
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
@@ -218,7 +233,7 @@ def _open_session(
 
 
 def _print_notes(session: _Session, config: Config, note: str | None) -> None:
-    """Print the note, and where the configuration differs from the runs that made the models."""
+    """Print the note, and warn if the models were trained with other settings of the agent."""
     if note is not None:
         session.progress.line(note)
     _print_other_settings("policy", session.policy, config, session.progress)
@@ -228,18 +243,18 @@ def _print_notes(session: _Session, config: Config, note: str | None) -> None:
 def _print_other_settings(
     role: str, policy: Checkpoint | Endpoint | None, config: Config, progress: Progress
 ) -> None:
-    """Print how the agent of a run that made a policy differs from the configuration's."""
+    """Print how the configured agent differs from the one that the policy was trained with."""
     if not isinstance(policy, Checkpoint):
         return
     differences = policy.trained_otherwise(config.agent)
     if differences:
-        progress.line(f"the {role} was trained under other settings: {'; '.join(differences)}")
+        progress.line(f"the {role} was trained with other settings: {'; '.join(differences)}")
 
 
 def _write_comparison(
     results: Sequence[Compared], file: RunPath, progress: Progress, plot: bool
 ) -> None:
-    """Write and print the table over all configurations."""
+    """Write and print the table that compares all configurations."""
     rows = comparison.rows(results)
     atomic_write(file, (json.dumps(rows, indent=2, allow_nan=False) + "\n").encode())
     atomic_write(file.with_suffix(".md"), comparison.markdown(rows).encode())
@@ -250,12 +265,12 @@ def _write_comparison(
 
 
 def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: RunPath) -> Compared:
-    """Score the policy under one configuration, and write and print the results."""
+    """Evaluate the policy under one configuration, and write and print the results."""
     policy = session.policy
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
     _announce(session, config, task, file)
 
-    # Score the answers, and ask the judge.
+    # Score the answers, and let the judge judge them.
     scores = _score(session, config, task, RunDirectory(parts_folder))
     if isinstance(policy, Endpoint):
         policy.generator.require_an_answer()
@@ -268,7 +283,8 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
         _write_result(session, config, task, scores, summary, file)
         _print_result(session, task, scores, summary, file)
     name = f"{task.name} {task.environment_kind}"
-    shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
+    # How many of a question's own passages a search shows, as in "5 of 10 passages".
+    shown = getattr(task, "shown", "")
     return Compared(
         task=f"{name}, {shown}" if shown else name,
         agent=config.agent.kind,
@@ -278,16 +294,17 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
 
 
 def _announce(session: _Session, config: Config, task: Task, file: RunPath) -> None:
-    """Print what is evaluated, and whether an earlier result is replaced."""
+    """Print which policy, task and split are evaluated, and whether a result is replaced."""
     policy = session.policy
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
-    session.progress.line(f"{policy.name} from {policy.place}, {where}")
+    session.progress.line(f"evaluating {policy.name} from {policy.place} on {where}")
     for sentence in about_questions(task):
         session.progress.line(sentence)
     if distributed.is_primary() and file.exists():
         session.progress.line(
-            f"replaces the result in {file}: give --out another folder to keep both"
+            f"this replaces the earlier result in {file}: to keep both, give another folder with "
+            "--out"
         )
 
 
@@ -301,7 +318,8 @@ def _write_result(
 ) -> None:
     """Write scores, predictions and trajectories.
 
-    If there is an earlier result, `summary` gets the differences to it as "beside".
+    If the evaluation is compared with an earlier result, the differences are added to `summary`
+    under "beside".
     """
     predictions = scores.predictions()
     if session.earlier_scores is not None:
@@ -318,7 +336,7 @@ def _write_result(
 def _print_result(
     session: _Session, task: Task, scores: Scores, summary: Mapping[str, Any], file: RunPath
 ) -> None:
-    """Print the tables of a result, how its episodes ended, and where it is written."""
+    """Print the tables of a result, how its episodes ended, and the file it is written to."""
     progress = session.progress
     progress.show(score_table(summary["greedy"], summary.get("sampled")))
     if "beside" in summary:
@@ -333,15 +351,18 @@ def _print_result(
         stop_reasons = scores_of_kind["stop_reasons"]
         reasons = ", ".join(f"{reason} {count}" for reason, count in stop_reasons.items())
         progress.line(
-            f"{kind}: {scores_of_kind['searches']:.2f} searches a question; episodes ended: "
-            f"{reasons}"
+            f"{kind} decoding: {scores_of_kind['searches']:.2f} searches per question; how the "
+            f"episodes ended: {reasons}"
         )
     progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
     progress.line(f"results and predictions: {file}")
 
 
 def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -> Scores:
-    """Score the policy under one configuration. Parts that an earlier start played are read."""
+    """Evaluate the policy under one configuration.
+
+    Parts that an earlier start of this evaluation played are read from the folder `parts`.
+    """
     generator = session.generator
     concurrency = session.policy.concurrency(config)
 
@@ -378,41 +399,43 @@ def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -
 
 
 def _ask_judge(judge: Judge, place: str, scores: Scores, progress: Progress) -> dict[str, Any]:
-    """Return what the judge says of the greedy answers."""
+    """Let the judge judge the greedy answers, print the result, and return it."""
     progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
     verdicts = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{judge.name} says yes to {verdicts['judge']}%, without the {verdicts['judge_failures']} "
-        "answers on which it gave no verdict; yes without an exact match "
-        f"{verdicts['judge_yes_not_exact']} times and no with one {verdicts['judge_no_but_exact']} "
-        "times"
+        f"{judge.name} accepts {verdicts['judge']}% of the answers; it gave no verdict on "
+        f"{verdicts['judge_failures']} answers, which are left out. It accepted "
+        f"{verdicts['judge_yes_not_exact']} answers that do not match exactly, and rejected "
+        f"{verdicts['judge_no_but_exact']} that do"
     )
     return verdicts | {"judged_by": judge.name}
 
 
 def _settings(config: Config, task: Task) -> dict[str, Any]:
-    """Return what a result was made with, beside the policy."""
+    """Return the settings that a result was made with. The policy is described elsewhere."""
     return {
         "task": task.name,
         "environment": task.environment_kind,
         "split": config.eval.split,
         "agent": config.agent.kind,
-        "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
+        # Number of questions that the task could not ask.
+        "left_out": len(getattr(task, "left_out", ())),
         "notes": list(getattr(task, "notes", ())),
-        # of a question's own passages, as in "5 of 10 passages"
+        # How many of a question's own passages a search shows, as in "5 of 10 passages".
         "shown": getattr(task, "shown", ""),
         "settings": {
             "task": dataclasses.asdict(config.task),
             "agent": dataclasses.asdict(config.agent),
         },
-        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
+        # Baselines have only one prompt, and no setting for it.
+        "prompt": getattr(config.agent, "prompt", None),
         "seed": config.seed,
         "temperature": config.eval.temperature,
     }
 
 
 def _open_worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> ScoredGenerator:
-    """Open the worker's model. Raises UserError where its tokens are not the planner's."""
+    """Load the worker's model. Raises UserError if its tokenizer differs from the planner's."""
     worker_tokenizer, generator = worker.open(config)
     sample = "Who? <think> Ghent [1] </think> 14 März 1961"
     has_same_size = worker_tokenizer.vocab_size == tokenizer.vocab_size
@@ -420,15 +443,15 @@ def _open_worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> Sc
         worker_tokenizer.encode_trusted(sample) != tokenizer.encode_trusted(sample)
     ):
         raise UserError(
-            f"--worker {worker.place} has {worker_tokenizer.vocab_size:,} tokens and the planner's "
-            f"checkpoint {tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with "
-            "the same tokenizer"
+            f"the tokenizer of --worker {worker.place} has {worker_tokenizer.vocab_size:,} tokens, "
+            f"and the planner's has {tokenizer.vocab_size:,}, or they split text differently: "
+            "choose a worker with the planner's tokenizer"
         )
     return generator
 
 
 def _stem(config: Config, task: Task) -> str:
-    """Return what tells results apart in the names of their files."""
+    """Return the beginning of a result's file name, which names the task and the agent."""
     agent = config.agent
     words = [task.name, task.environment_kind]
     if getattr(config.task, "setting", "open") == "distractor":
@@ -446,7 +469,10 @@ def _stem(config: Config, task: Task) -> str:
 def _parts_folder(
     config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
 ) -> RunPath:
-    """Return the folder that holds what is played until all is: one for all processes of a job."""
+    """Return the folder that stores the parts of an evaluation until it is finished.
+
+    All processes of a job share this folder.
+    """
     identity = distributed.broadcast("parts", lambda: _identity(config, task, policy, worker))
     return policy.out / f".parts-{identity}"
 
@@ -454,10 +480,11 @@ def _parts_folder(
 def _identity(
     config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
 ) -> str:
-    """Return a hash of all that a part depends on.
+    """Return a hash of everything that the trajectories of a part depend on.
 
-    These are settings, questions, passages or graph, and weights. Questions, passages and weights
-    are known by their content: two data folders may agree in names, sizes and times.
+    This covers the settings, the questions, the passages or the graph, and the weights. Questions,
+    passages and weights are identified by their content, because two data folders may have the same
+    names, sizes and times.
     """
     settings = (
         config.task,
@@ -493,25 +520,25 @@ def _identity(
 
 
 def _read_or_play(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
-    """Read a part that an earlier start has played, or play it and store it.
+    """Read a part that an earlier start stored, or play it and store it.
 
-    A part that is damaged, as by a full disk, is played again.
+    If the stored part is damaged, for example because the disk was full, it is played again.
     """
     if parts.exists(name):
         try:
             return shards.decode(parts.read(name), name)
         except StoreError as error:
-            _log.warning("%s; it is played again", error)
+            _log.warning("%s; these episodes are played again", error)
     trajectories = play()
     atomic_write(parts.root / name, shards.encode(trajectories))
     return trajectories
 
 
 def _require_writable(folder: RunPath) -> None:
-    """Check that results can be written into a folder.
+    """Check that results can be written into a folder. Raises UserError otherwise.
 
-    This is checked first, because an evaluation takes minutes. A bucket answers at the first
-    write.
+    This is checked before the evaluation, which takes minutes. A folder in a bucket is not checked:
+    it reports an error at the first write.
     """
     if not isinstance(folder, Path):
         return

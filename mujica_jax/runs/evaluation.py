@@ -1,7 +1,7 @@
-"""Evaluate: score a policy on the held-out questions, greedily and sampled.
+"""Evaluate: score a policy on the held-out questions, with greedy and with sampled decoding.
 
-`PolicyEvaluator` scores any policy, for a run and for `eval`. `finish` is what a recipe calls at
-the end of each phase: it scores the run's policy and writes the phase down.
+`PolicyEvaluator` scores any policy. Both training runs and `eval` use it. A recipe calls `finish`
+at the end of each phase, which scores the run's policy and stores the result of the phase.
 """
 
 import asyncio
@@ -44,23 +44,29 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import EnvironmentKind, Task
 from mujica_jax.trajectories import shards
 
+# A function that plays episodes and returns their trajectories.
 Play = Callable[[], Sequence[Trajectory]]
 
 
 class ScoredGenerator(Generator, Protocol):
+    """A generator whose policy can be evaluated.
+
+    `policy_version` is the version of the policy that it samples from.
+    """
+
     policy_version: int
 
     def reset_cache(self) -> None:
-        """Drop what was kept of earlier requests."""
+        """Drop everything that is cached from earlier requests."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KindScore:
-    """Percent over `questions` questions."""
+    """Mean scores in percent, over `questions` questions, with 95% bootstrap intervals."""
 
     em: float
-    em_interval: tuple[float, float]  # 95% bootstrap interval
+    em_interval: tuple[float, float]
     f1: float
     f1_interval: tuple[float, float]
     questions: int
@@ -68,33 +74,42 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions with one attempt at each, or several passes.
+    """The result of one or several passes over the questions, with one attempt per pass.
 
-    A question's score is the mean over its attempts. Scores and means leave out the episodes whose
-    search failed, because they say nothing about the policy.
+    A question's score is the mean over its attempts. Scores and means leave out episodes in which a
+    search failed, because these say nothing about the policy.
+
+    Attributes:
+        score: The scores over all questions.
+        by_kind: The scores over the questions of each kind.
+        searches: Mean number of searches per episode.
+        stop_reasons: Number of episodes that ended for each reason.
+        further: Mean scores, in percent, that only some tasks have (`_further`).
+        trajectories: One trajectory for each question, pass after pass, including those that are
+            left out of the scores.
     """
 
-    score: KindScore  # of all
+    score: KindScore
     by_kind: dict[str, KindScore]
-    searches: float  # mean a question
+    searches: float
     stop_reasons: dict[str, int]
-    further: dict[str, float]  # means in percent of what only some tasks have
-    # One a question, pass after pass. Those that are left out are among them.
+    further: dict[str, float]
     trajectories: tuple[Trajectory, ...]
 
     @property
     def scored(self) -> list[Trajectory]:
+        """The trajectories that the scores count."""
         return [
             trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
         ]
 
     @property
     def left_out(self) -> int:
-        """Count the episodes that are left out."""
+        """The number of episodes that are left out of the scores."""
         return len(self.trajectories) - len(self.scored)
 
     def summary(self) -> dict[str, Any]:
-        """Return what is written beside the predictions: everything but the trajectories."""
+        """Return the evaluation as a JSON object, without the trajectories."""
         num_scored = len(self.scored)
         total_seconds = sum(trajectory.seconds for trajectory in self.scored)
         further = {name: round(value, 2) for name, value in self.further.items()}
@@ -113,7 +128,11 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The scores on the same questions: greedy and, if they were sampled, at `eval.temperature`."""
+    """The greedy and the sampled evaluation of the same questions.
+
+    The sampled evaluation decodes at `eval.temperature`. It is None if the policy was evaluated
+    greedily only.
+    """
 
     questions: Sequence[Question]
     rule: Rule
@@ -121,7 +140,7 @@ class Scores:
     sampled: Evaluation | None
 
     def summary(self) -> dict[str, Any]:
-        """Return what is written down of each evaluation."""
+        """Return both evaluations as one JSON object."""
         summaries = {"greedy": self.greedy.summary()}
         if self.sampled is not None:
             summaries["sampled"] = self.sampled.summary()
@@ -129,23 +148,26 @@ class Scores:
 
     @property
     def left_out(self) -> int:
-        """Count the episodes of both evaluations that are left out of the scores."""
+        """The number of episodes of both evaluations that are left out of the scores."""
         if self.sampled is None:
             return self.greedy.left_out
         return self.greedy.left_out + self.sampled.left_out
 
     def exact_matches(self) -> tuple[float | None, ...]:
-        """Return the exact match of each question, greedily; None where a search failed."""
+        """Return the exact match of each question (0 or 1) with greedy decoding.
+
+        It is None if a search failed.
+        """
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
         return tuple(self._scores_of(question, trajectory)["em"] for question, trajectory in pairs)
 
     def predictions(self) -> bytes:
-        """Return one JSON object a line, for each question.
+        """Return the content of the predictions file: one JSON object per line and question.
 
-        It holds the question, the greedy prediction with its scores and reward, and the sampled
-        prediction, or the sampled predictions with the means of their scores. An episode whose
-        search failed has null for its scores. An episode that could not be rewarded has null for
-        its reward.
+        Each object holds the question, and the greedy prediction with its scores and reward. If the
+        question was sampled once, it also holds that prediction and its scores. If the question was
+        sampled several times, it holds all these predictions and their mean scores. Scores are null
+        if a search failed. The reward is null if the episode could not be rewarded.
         """
         lines = []
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
@@ -171,7 +193,7 @@ class Scores:
         return "".join(lines).encode()
 
     def _sampled_row(self, question: Question, samples: Sequence[Trajectory]) -> dict[str, Any]:
-        """Return what is written of the sampled answers to a question."""
+        """Return the part of a question's JSON object about its sampled predictions."""
         if len(samples) == 1:
             return {"prediction": samples[0].answer, **self._scores_of(question, samples[0])}
         row: dict[str, Any] = {"predictions": [sample.answer for sample in samples]}
@@ -186,7 +208,7 @@ class Scores:
         return row
 
     def _scores_of(self, question: Question, trajectory: Trajectory) -> dict[str, float | None]:
-        """Return the scores of an answer; None where a search failed."""
+        """Return the scores of a trajectory's answer; None if a search failed."""
         if trajectory.is_environment_fault:
             return {"em": None, "f1": None}
         score = metrics.score(trajectory.final_answer, question.answers, self.rule)
@@ -194,13 +216,13 @@ class Scores:
 
 
 def _play_now(name: str, play: Play) -> Sequence[Trajectory]:
-    """Play a part. Nothing of earlier starts is stored."""
+    """Play a part of an evaluation. This default stores nothing, so nothing is ever read back."""
     del name
     return play()
 
 
 def _without_others(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Return what this process played: there are no others."""
+    """Return this process's trajectories. This default is for jobs with one process."""
     del kind
     return trajectories
 
@@ -209,46 +231,69 @@ def _without_others(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[T
 class PolicyEvaluator:
     """Scores the generator's policy on the held-out questions.
 
-    Several processes share the questions. Each plays its own in parts, of which an earlier start
-    may have played some.
+    If the job has several processes, they share the questions. Each process plays its questions in
+    parts. If an earlier start already played some parts, these are read instead.
+
+    Attributes:
+        name: The name that is shown with the progress.
+        agent: The agent that answers the questions.
+        reward: The reward function.
+        generator: The generator that decodes the policy.
+        worker: A generator of another model for the turns of workers. None: the policy plays the
+            workers too.
+        task: The task with its questions and environments.
+        config: The configuration of the evaluation.
+        progress: The console.
+        preemption: Tells whether the program was asked to stop.
+        faults: Decides what happens if a search fails.
+        concurrency: Number of episodes that are played at the same time.
+        samples: Number of samples of each question at `eval.temperature`. With 0 the policy is
+            evaluated greedily only.
+        part_questions: Number of questions in one part. None: all questions are one part.
+        live: Returns figures to show with the progress.
+        gather: Returns the trajectories of all processes. Takes the name of the pass and this
+            process's trajectories.
+        keep: Returns the trajectories of a part, either stored or played now. Takes the name of the
+            part and a function that plays it.
     """
 
-    name: str  # shown with the progress
+    name: str
     agent: Agent
     reward: RewardFunction
     generator: ScoredGenerator
-    worker: ScoredGenerator | None = None  # another model, for the turns of workers
+    worker: ScoredGenerator | None = None
     task: Task
     config: Config
     progress: Progress
     preemption: Preemption
     faults: FaultGuard = dataclasses.field(default_factory=FaultGuard)
-    concurrency: int  # episodes at a time
-    samples: int = 1  # a question, at eval.temperature; 0: it is scored greedily alone
-    part_questions: int | None = None  # questions that are played at a time; None: all at once
-    live: Callable[[], Mapping[str, Figure]] = dict  # figures that are shown with the progress
-    # Brings together what all processes played: takes greedy or sampled, and the own trajectories.
+    concurrency: int
+    samples: int = 1
+    part_questions: int | None = None
+    live: Callable[[], Mapping[str, Figure]] = dict
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = _without_others
-    # Returns what an earlier start has played of a part, or plays it: takes the part's name.
     keep: Callable[[str, Play], Sequence[Trajectory]] = _play_now
 
     def run(self) -> Scores:
-        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`.
+        """Evaluate the policy greedily and, if `samples` is not 0, at `eval.temperature`.
 
-        Several samples of the questions are drawn one after the other.
+        Each sample is one pass over all questions. The passes run one after the other.
+
+        Raises UserError if there are fewer held-out questions than processes.
         """
         questions = held_out_questions(self.task, self.config)
         own_questions = distributed.shard_for_process(questions)
         configured = self.config.eval.questions
         if not own_questions:
             raise UserError(
-                f"{len(questions)} held-out questions are fewer than {distributed.processes()} "
-                f"processes: raise eval.questions {configured}, or give the task more of them"
+                f"there are {len(questions)} held-out questions, fewer than the "
+                f"{distributed.processes()} processes of this job: raise eval.questions (now "
+                f"{configured}), or give the task more held-out questions"
             )
         if len(questions) < configured:
             self.progress.line(
-                f"{self.name}: all {len(questions)} held-out questions are evaluated; "
-                f"eval.questions is {configured}"
+                f"{self.name}: eval.questions is {configured}, but there are only "
+                f"{len(questions)} held-out questions; all of them are evaluated"
             )
 
         greedy = self._score("greedy", questions, self._play_pass("greedy", own_questions))
@@ -263,7 +308,7 @@ class PolicyEvaluator:
     def _score(
         self, kind: str, questions: Sequence[Question], trajectories: Sequence[Trajectory]
     ) -> Evaluation:
-        """Score what was played, and say how much of it is left out."""
+        """Score the trajectories, and say on the console how many are left out of the scores."""
         evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
         if evaluation.left_out:
             self.progress.line(
@@ -275,14 +320,15 @@ class PolicyEvaluator:
     def _play_pass(
         self, kind: str, own_questions: Sequence[Question], number: int = 0
     ) -> Sequence[Trajectory]:
-        """Play this process's questions once, and return what all processes played.
+        """Play this process's questions once, and return the trajectories of all processes.
 
-        `number` counts the attempts at the same temperature.
+        `kind` is "greedy" or "sampled". `number` counts the passes of the same kind, from 0.
         """
         temperature = 0.0 if kind == "greedy" else self.config.eval.temperature
         stage_name = f"{self.name}: evaluating, {kind}"
         if number > 0:
-            kind = f"{kind}-{number}"  # in the names of files
+            # The files of each pass need their own names.
+            kind = f"{kind}-{number}"
             stage_name += f", {number + 1} of {self.samples}"
         self.preemption.enter(stage_name)
         attempts = [
@@ -304,7 +350,7 @@ class PolicyEvaluator:
     def _play_parts(
         self, kind: str, attempts: Sequence[Attempt], score: "_RunningScore"
     ) -> Sequence[Trajectory]:
-        """Play the attempts part by part, without the parts that an earlier start played."""
+        """Play the attempts part by part. Parts that an earlier start played are read instead."""
         trajectories: list[Trajectory] = []
         part_size = self.part_questions or len(attempts)
         process = f"{distributed.process()}-of-{distributed.processes()}"
@@ -312,19 +358,23 @@ class PolicyEvaluator:
             part = attempts[start : start + part_size]
             play = functools.partial(self._play, part, score.add)
             part_trajectories = self.keep(f"{kind}-{process}-{start}-{len(part)}", play)
-            if score.num_episodes == start:  # an earlier start has played them
+            # A part that was read instead of played is not counted yet.
+            if score.num_episodes == start:
                 for trajectory in part_trajectories:
                     score.add(trajectory)
             trajectories += part_trajectories
         return trajectories
 
     def _play(self, part: Sequence[Attempt], on_episode: OnEpisode) -> Sequence[Trajectory]:
-        """Play a part. Raises UserError if every search of it failed, before the part is kept."""
+        """Play a part, and return its trajectories.
+
+        Raises UserError if a search failed in every episode of the part.
+        """
         policy: Policy = EnginePolicy(self.generator)
         if self.worker is not None:
             policy = TwoPolicies(policy, EnginePolicy(self.worker))
             self.worker.reset_cache()
-        # A score must not depend on what was decoded before.
+        # Clear the cache, so that a score does not depend on earlier requests.
         self.generator.reset_cache()
         trajectories = asyncio.run(
             run_episodes(
@@ -339,12 +389,13 @@ class PolicyEvaluator:
                 ),
             )
         )
-        _check_any_scored(trajectories)  # the next start plays them again
+        # Check before the part is stored, so that the next start plays it again.
+        _check_any_scored(trajectories)
         return trajectories
 
 
 class _RunningScore:
-    """Counts the episodes of an evaluation, and shows their exact match so far."""
+    """Counts the episodes of an evaluation while they are played, and shows their exact match."""
 
     def __init__(self, questions: Sequence[Question], rule: Rule, stage: Stage) -> None:
         self._answers = {question.id: question.answers for question in questions}
@@ -355,7 +406,7 @@ class _RunningScore:
         self.num_episodes = 0
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count an episode. One whose search failed enters no score."""
+        """Count a finished episode. If a search failed, the episode does not enter the score."""
         self.num_episodes += 1
         if not trajectory.is_environment_fault:
             self._num_scored += 1
@@ -367,7 +418,7 @@ class _RunningScore:
 def right_ones(
     questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule
 ) -> list[Trajectory]:
-    """Return the trajectories that answer their question, by exact match."""
+    """Return the trajectories whose answer matches a gold answer of their question exactly."""
     answers_of = {question.id: question.answers for question in questions}
     right = []
     for trajectory in trajectories:
@@ -378,7 +429,7 @@ def right_ones(
 
 
 def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
-    """Return the questions that an evaluation asks."""
+    """Return the questions of an evaluation: the first `eval.questions` of its split."""
     return task.questions(config.eval.split)[: config.eval.questions]
 
 
@@ -388,11 +439,12 @@ def summarise(
     rule: Rule,
     environment: EnvironmentKind = "text",
 ) -> Evaluation:
-    """Return the scores of one trajectory for each question, in the same order.
+    """Score trajectories, and return the evaluation.
 
-    With several passes over the questions, one after the other, a question's score is the mean over
-    its episodes. An episode that did not answer scores zero, and one whose search failed counts in no mean.
-    Raises UserError where all of them failed so.
+    `trajectories` holds one trajectory for each question, in the same order. If there were several
+    passes, the next pass follows after the last question, and a question's score is the mean over
+    its episodes. An episode without an answer scores zero. An episode in which a search failed is
+    left out of all means. Raises UserError if that happened in all episodes.
     """
     _check_any_scored(trajectories)
     num_passes = max(1, len(trajectories) // len(questions))
@@ -433,23 +485,24 @@ def _check_any_scored(trajectories: Sequence[Trajectory]) -> None:
     """Raise UserError if a search failed in every episode."""
     if all(trajectory.is_environment_fault for trajectory in trajectories):
         raise UserError(
-            f"a search failed in all {len(trajectories)} episodes that were played for an "
-            "evaluation, and nothing can be scored: start the retriever again or correct its "
-            "address, then give the same command"
+            f"a search failed in all {len(trajectories)} episodes of an evaluation, so nothing can "
+            "be scored: start the retriever again or correct its address, then start the same "
+            "command again"
         )
 
 
 def _further(
     questions: Sequence[Question], trajectories: Sequence[Trajectory], environment: EnvironmentKind
 ) -> dict[str, float]:
-    """Return the means of the scores that only some tasks have, in percent.
+    """Return the mean scores, in percent, that only some tasks have.
 
-    Where questions ask for several answers: `set_f1`, the plain macro F1, and `gerbil_macro_f1`.
+    If questions ask for several answers, these are `set_f1` (the plain macro F1) and
+    `gerbil_macro_f1`.
 
-    Where they have gold passages and passages were searched: `gold_found`, the share of the gold
-    passages among all passages that were shown, and `support_em` and `support_f1` of the passages
-    that were read for an answer. These are the passages that a worker selected, or all passages
-    that were shown if none was selected.
+    If questions have gold passages and the agent searched passages, these are `gold_found`,
+    `support_em` and `support_f1`. `gold_found` is the share of the gold passages that any search
+    showed. `support_em` and `support_f1` compare the gold passages with the passages that workers
+    selected, or with all shown passages if none was selected.
     """
     support_scores: dict[str, list[float]] = {}
     set_scores: list[metrics.Score] = []
@@ -470,7 +523,7 @@ def _further(
 
 
 def _support(gold: Sequence[GoldPassage], searches: Sequence[Search]) -> dict[str, float]:
-    """Return how well the searches of a trajectory show, and select, the gold passages."""
+    """Return how well the searches found and selected the gold passages, as scores of 0 to 1."""
     gold_names = {str(number) for number in range(len(gold))}
     shown: set[str] = set()
     selected: set[str] = set()
@@ -487,10 +540,10 @@ def _support(gold: Sequence[GoldPassage], searches: Sequence[Search]) -> dict[st
 
 
 def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
-    """Return a name for each passage that a search has shown.
+    """Return a name for each passage that a search showed.
 
-    The name is the number of its gold passage, or else its whole text. A passage that was shown
-    alone may have been cut to fit.
+    If the passage is a gold passage, the name is its number among them. Otherwise it is the text of
+    the passage. If a search showed only one passage, the passage may have been cut to fit.
     """
     names = []
     is_cut = len(search.materials) == 1
@@ -504,7 +557,7 @@ def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _QuestionScore:
-    """The scores of a question, 0 to 1: means over its episodes."""
+    """The scores of one question, from 0 to 1. They are means over its episodes."""
 
     em: float
     f1: float
@@ -519,7 +572,7 @@ def _mean_over_episodes(scores: Sequence[metrics.Score]) -> _QuestionScore:
 
 
 def _mean(scores: Sequence[_QuestionScore]) -> KindScore:
-    """Return the mean scores in percent, with their intervals."""
+    """Return the mean scores of several questions in percent, with their intervals."""
     exact_matches = [score.em for score in scores]
     f1_scores = [score.f1 for score in scores]
     return KindScore(
@@ -532,10 +585,11 @@ def _mean(scores: Sequence[_QuestionScore]) -> KindScore:
 
 
 def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseResult:
-    """Evaluate a phase on the held-out questions and write it down, or read it back.
+    """Evaluate the policy after a phase, store the result of the phase, and return it.
 
-    The evaluation is greedy and sampled. `state` is what the phase ends with, and `cost` is what
-    it took.
+    The evaluation is greedy and sampled, on the held-out questions. `state` is the training state
+    after the phase, and `cost` is what the phase cost. If an earlier start of the run finished the
+    phase, its stored result is read instead.
     """
     file = phase_file(phase.name)
     if not distributed.broadcast(file, lambda: run.store.exists(file)):
@@ -549,7 +603,7 @@ def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseRes
         )
         if distributed.is_primary():
             _write_scores(run, phase, scores)
-            # Before the phase counts as done: a restart skips a phase that is done.
+            # Write the metrics before the phase is marked as done: a restart skips a done phase.
             _write_phase_metrics(run, phase, scores)
             run.store.write_json_once(file, dataclasses.asdict(result))
         distributed.barrier(f"{phase.name} is written down")
@@ -561,7 +615,7 @@ def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseRes
 
 
 def _score(run: Run, phase: Phase) -> Scores:
-    """Score the policy that the engine holds on the held-out questions."""
+    """Evaluate the policy that is loaded in the engine on the held-out questions."""
 
     def gather_scored(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         return gather(run.store, f"{phase.name} {kind}", trajectories)
@@ -585,7 +639,7 @@ def _score(run: Run, phase: Phase) -> Scores:
 
 def _table_row(phase: Phase, scores: Scores, cost: PhaseCost) -> PhaseRow:
     """Return the phase's row of the closing table."""
-    assert scores.sampled is not None, "a run scores both"
+    assert scores.sampled is not None, "a training run evaluates with greedy and sampled decoding"
     return PhaseRow(
         name=phase.name,
         em=scores.greedy.score.em,
@@ -604,7 +658,7 @@ def _table_row(phase: Phase, scores: Scores, cost: PhaseCost) -> PhaseRow:
 
 
 def _write_phase_metrics(run: Run, phase: Phase, scores: Scores) -> None:
-    """Write where the time of a phase went, and what its evaluation searched."""
+    """Log how long each stage of a phase took, and the statistics of the retrieval."""
     seconds = {f"{stage}_seconds": spent for stage, spent in run.clock.take().items()}
     total = {"total_seconds": sum(seconds.values())}
     run.metrics.write(f"{phase.prefix}{phases.TIME}", phase.step, seconds | total)
@@ -616,9 +670,9 @@ def _write_phase_metrics(run: Run, phase: Phase, scores: Scores) -> None:
 
 
 def _write_io_statistics(run: Run, phase: Phase) -> None:
-    """Write what the run directory took since the phase before, in seconds and bytes.
+    """Log the seconds and bytes of reading and writing the run directory since the last phase.
 
-    This is done once for each phase.
+    This happens once for each phase, also if the run is restarted.
     """
     if run.metrics.write(f"{phase.name}/store", 0, run.store.io_statistics.summary()):
         run.store.io_statistics.reset()
@@ -626,7 +680,7 @@ def _write_io_statistics(run: Run, phase: Phase) -> None:
 
 
 def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
-    """Write a phase's scores, predictions and greedy trajectories."""
+    """Store a phase's scores, predictions and greedy trajectories in the run directory."""
     stem = f"eval/{phase.name.replace(' ', '-')}"
     run.store.write_json_once(f"{stem}.json", scores.summary())
     run.store.create(f"{stem}.predictions.jsonl", scores.predictions())
@@ -634,9 +688,10 @@ def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
 
 
 def solved_question(run: Run, name: str) -> tuple[Question, Trajectory] | None:
-    """Return a held-out question that the policy of a phase solved greedily, or None.
+    """Return a held-out question that the policy after a phase solved, with its trajectory.
 
-    It is the one with most searches.
+    Among all questions that greedy decoding solved, this is the one with the most searches. Returns
+    None if no question was solved. `name` is the name of the phase.
     """
     path = f"eval/{name.replace(' ', '-')}.parquet"
     trajectories = shards.decode(run.store.read(path), path)

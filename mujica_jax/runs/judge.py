@@ -1,17 +1,18 @@
-"""A language model as judge of whether a prediction means the same as one of the gold answers.
+"""Let a language model judge whether a prediction means the same as one of the gold answers.
 
-"Learning When to Search" trains and tests with one judge as its measure. Here the judge gives the
-rewards `judge` and `staged` (`RewardFunction.judge`), and `eval` scores with it. As in the paper's
-instruction (appendix B.4; the wording here is ours), the judge reads the normalised prediction and
-references and says YES or NO and nothing else. With `judge.show_question` it reads the question
-too. Any `Generator` may judge.
+"Learning When to Search" uses one judge both as the reward and as the measure of its tests. Here
+the judge gives the rewards `judge` and `staged` (`RewardFunction.judge`), and `eval` can score with
+it. Any `Generator` may be the judge. It reads the normalised prediction and gold answers, and
+replies with YES or NO only, as in the paper (appendix B.4; the wording of the instruction is ours).
+With `judge.show_question` it reads the question too.
 
-A verdict is stored under the judge's model, the instruction and all that the judge read, so nothing
-is asked twice. A training run stores its verdicts in the run directory: if it was killed, the
-episodes that are played again earn what they earned before. A request has the deadline and the
-retries of its endpoint. A reply that is still no verdict after these is not stored and raises
-`NoVerdictError`. If that happens too often in a row, the judge is lost, and `JudgeLostError` ends
-the program.
+Verdicts are stored by the name of the judge's model, the instruction, and everything that the judge
+read. The judge is therefore never asked the same thing twice. A training run stores the verdicts in
+its run directory, so that episodes that are played again after a kill get the same rewards.
+
+A request has the deadline and the retries of its endpoint. If the reply is still neither YES nor
+NO, it is not stored, and `NoVerdictError` is raised. If that happens too often in a row,
+`JudgeLostError` ends the program.
 """
 
 import asyncio
@@ -46,27 +47,31 @@ INSTRUCTION_WITH_QUESTION = (
     "least one of the references.\n"
     "Reply with one word: YES if it does, NO if it does not."
 )
-MAX_TOKENS = 8  # of a verdict
+# The largest number of tokens in a reply of the judge.
+MAX_TOKENS = 8
 VERDICTS = {"YES": True, "NO": False}
-VERDICTS_FOLDER = "verdicts"  # of a run directory
+# The folder for verdicts in a run directory.
+VERDICTS_FOLDER = "verdicts"
 
 
 class JudgeLostError(UserError):
-    """The judge has given no verdict for so long that nothing can be learnt or measured."""
+    """The judge failed too often in a row, so that nothing can be learnt or measured."""
 
 
 class VerdictStore(Protocol):
-    """A store of judges' replies, by a key that covers everything they read."""
+    """A store of the judge's replies. The key is a hash of everything that the judge read."""
 
-    def read(self, key: str) -> str | None: ...
+    def read(self, key: str) -> str | None:
+        """Return the stored reply; None if there is none."""
+        ...
 
     def write(self, key: str, reply: str) -> str:
-        """Store a reply, unless there is one already, and return the stored one."""
+        """Store a reply if there is none for this key, and return the stored reply."""
         ...
 
 
 class CachedVerdicts:
-    """Verdicts in the user's cache folder, for evaluations of any policy."""
+    """Stores verdicts in the user's cache folder. Evaluations of all policies share them."""
 
     def __init__(self) -> None:
         self._cache = SearchCache(cache_folder("verdicts"), "replies")
@@ -80,9 +85,9 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Verdicts in a run directory, one object each.
+    """Stores verdicts in a run directory, one file for each verdict.
 
-    If several processes write one, the first verdict stays.
+    If several processes write the same verdict, the first one stays.
     """
 
     def __init__(self, store: RunDirectory) -> None:
@@ -99,13 +104,14 @@ class RunVerdicts:
         return reply if is_first else self._read_reply(name)
 
     def _read_reply(self, name: str) -> str:
-        """Read a reply. Raises StoreError where it is no verdict."""
+        """Read a stored reply. Raises StoreError if it is not a verdict."""
         try:
             reply = self._store.read_json(name)["reply"]
             _verdict_of(reply)
         except (KeyError, TypeError, AttributeError, StoreError, NoVerdictError) as error:
             raise StoreError(
-                f"{self._store.root / name} holds no verdict: remove it, and it is asked again"
+                f"{self._store.root / name} does not hold a verdict: remove this file, and the "
+                "judge is asked again"
             ) from error
         return reply
 
@@ -115,17 +121,21 @@ class RunVerdicts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The verdicts on one evaluation.
+    """The verdicts on the answers of one evaluation.
 
-    A prediction without a verdict, or whose search failed, is left out of the mean: the judge or
-    the retriever failed, not the policy.
+    An answer without a verdict is left out of the mean, because the judge failed and not the
+    policy. Answers of episodes in which a search failed are not judged at all.
+
+    Attributes:
+        verdicts: The verdict on each answer; None if the judge failed.
+        exact: Whether each answer matches a gold answer exactly.
     """
 
-    verdicts: tuple[bool | None, ...]  # None: the judge failed
+    verdicts: tuple[bool | None, ...]
     exact: tuple[bool, ...]
 
     def summary(self) -> dict[str, object]:
-        """Return what is written down of the verdicts, in percent."""
+        """Return the verdicts as a JSON object. The mean and its 95% interval are in percent."""
         scores = [float(verdict) for verdict in self.verdicts if verdict is not None]
         mean = None
         interval = None
@@ -137,14 +147,17 @@ class Judgement:
             "judge": mean,
             "judge_interval": interval,
             "judge_failures": self.verdicts.count(None),
-            # Where the judge and exact match differ.
+            # How often the judge and exact match disagree.
             "judge_yes_not_exact": pairs.count((True, False)),
             "judge_no_but_exact": pairs.count((False, True)),
         }
 
 
 class Judge:
-    """Asks a model for verdicts, each once. Use from one event loop at a time."""
+    """Asks a model for verdicts, and asks for each verdict only once.
+
+    Use it from one event loop at a time.
+    """
 
     def __init__(
         self,
@@ -157,10 +170,12 @@ class Judge:
         verdicts: VerdictStore | None = None,
         max_failures_in_a_row: int = 16,
     ) -> None:
-        """Make a judge of a model.
+        """Make a judge from a model.
 
-        `name` is the model's name, since another judge has other verdicts. `concurrency` bounds the
-        requests under way. `verdicts` keeps the replies (None: the user's cache folder).
+        `name` is the model's name. It is part of the key of stored verdicts, because another model
+        may judge differently. `concurrency` is the largest number of requests at the same time.
+        `verdicts` stores the replies (None: in the user's cache folder). After more than
+        `max_failures_in_a_row` failures in a row, `JudgeLostError` is raised.
         """
         self.name = name
         self._generator = generator
@@ -172,14 +187,16 @@ class Judge:
         self._failures_in_a_row = 0
         self._instruction = INSTRUCTION_WITH_QUESTION if show_question else INSTRUCTION
         self._verdict_of_key: dict[str, bool] = {}
-        self._pending: dict[str, asyncio.Future[bool]] = {}  # verdicts that are being asked for
-        # The semaphore of the event loop that ran last.
+        # Verdicts that the model is being asked for, by their keys.
+        self._pending: dict[str, asyncio.Future[bool]] = {}
+        # The last event loop, and the semaphore that belongs to it.
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, question: Question, answer: str | None) -> bool:
-        """Return whether an answer is right.
+        """Return whether the judge accepts an answer.
 
-        No answer is wrong, and the judge is not asked. Raises NoVerdictError and JudgeLostError.
+        A missing answer counts as wrong without asking the judge. Raises NoVerdictError if the
+        judge gives no verdict, and JudgeLostError if that happened too often in a row.
         """
         if answer is None:
             return False
@@ -187,7 +204,7 @@ class Judge:
         key = hashlib.sha256("\n".join([self.name, self._instruction, text]).encode()).hexdigest()
         if key in self._verdict_of_key:
             return self._verdict_of_key[key]
-        # Attempts that answer the same at the same time share one verdict.
+        # If several attempts give the same answer at the same time, they share one request.
         if key not in self._pending:
             self._pending[key] = asyncio.ensure_future(self._find(key, text))
             self._pending[key].add_done_callback(functools.partial(self._remove_pending, key))
@@ -196,7 +213,11 @@ class Judge:
     def judge(
         self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule
     ) -> Judgement:
-        """Return the verdicts on the answers of an evaluation."""
+        """Judge the answers of an evaluation.
+
+        `trajectories` holds one trajectory for each question, in the same order. `rule` is the
+        task's rule for exact matches.
+        """
         pairs = [
             (question, trajectory)
             for question, trajectory in zip(questions, trajectories, strict=True)
@@ -221,30 +242,33 @@ class Judge:
         return Judgement(verdicts=tuple(verdicts), exact=tuple(is_exact))
 
     def check(self) -> None:
-        """Ask for one verdict, before anything is played. Raises UserError where none comes."""
+        """Ask for one verdict, to test the judge. Raises UserError if the judge gives none."""
         question = Question(id="check", text="What is the capital of France?", answers=("Paris",))
         text = self._message(question, "Paris")
         try:
             _verdict_of(asyncio.run(self._reply(text)))
         except NoVerdictError as error:
             raise UserError(
-                f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and "
+                f"the judge {self.name} gives no verdict ({error}): check --judge.base-url and "
                 "--judge.model"
             ) from error
 
     def _remove_pending(self, key: str, task: asyncio.Future[bool]) -> None:
         """Forget a request that has ended."""
         del self._pending[key]
+        # Read the exception, because the caller that waited for it may have been cancelled. asyncio
+        # warns about exceptions that nobody reads.
         if not task.cancelled():
-            task.exception()  # read here: whoever asked may have been cancelled
+            task.exception()
 
     async def _find(self, key: str, text: str) -> bool:
-        """Read the verdict, or ask for it and store it.
+        """Read the verdict from the store, or ask the model for it and store it.
 
-        Stores are asked in a thread: one in a bucket is slow.
+        The store is used in a thread, because a store in a bucket is slow.
         """
         reply = await asyncio.to_thread(self._verdicts.read, key)
-        if reply is None or not _is_verdict(reply):  # what is stored may be damaged
+        # Ask the model again if the stored reply is damaged.
+        if reply is None or not _is_verdict(reply):
             async with self._running_semaphore():
                 reply = await self._counted_reply(text)
             reply = await asyncio.to_thread(self._verdicts.write, key, reply)
@@ -253,7 +277,7 @@ class Judge:
         return verdict
 
     async def _counted_reply(self, text: str) -> str:
-        """Return a reply that is a verdict, and count failures in a row."""
+        """Ask the model for a reply that is a verdict, and count the failures in a row."""
         try:
             reply = await self._reply(text)
             _verdict_of(reply)
@@ -263,15 +287,15 @@ class Judge:
                 raise JudgeLostError(
                     f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a "
                     f"row, and faults.max_in_a_row is {self._max_failures_in_a_row}; the last "
-                    f"time: {error}; start it again or correct its address, then give the same "
-                    "command; what is finished is kept"
+                    f"error: {error}. Start the judge again or correct its address, then start the "
+                    "same command again; finished work is kept"
                 ) from error
             raise
         self._failures_in_a_row = 0
         return reply
 
     async def _reply(self, text: str) -> str:
-        """Ask the model once. Raises NoVerdictError where the request fails."""
+        """Ask the model, and return its reply. Raises NoVerdictError if the request fails."""
         params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
         prompt = self._tokenizer.open_conversation(self._instruction, text)
         try:
@@ -280,11 +304,15 @@ class Judge:
             raise NoVerdictError(str(error)) from error
         token_ids = completion.token_ids
         if completion.finish_reason == "stop":
-            token_ids = token_ids[:-1]  # without the stop token
+            # The last token is the stop token.
+            token_ids = token_ids[:-1]
         return self._tokenizer.decode(token_ids)
 
     def _message(self, question: Question, answer: str) -> str:
-        """Return what the judge reads: prediction, references, and the question if configured."""
+        """Return the text that the judge reads.
+
+        It holds the prediction, the gold answers and, with `judge.show_question`, the question.
+        """
         references = list(dict.fromkeys(_shown(gold) for gold in question.answers))
         lines = []
         if self._show_question:
@@ -294,10 +322,10 @@ class Judge:
         return "\n".join(lines)
 
     def _running_semaphore(self) -> asyncio.Semaphore:
-        """Return the semaphore of the event loop that runs.
+        """Return the semaphore of the running event loop, which limits the requests at a time.
 
-        Waiting for it does not count against a request's deadline, as there may be many more
-        answers than places.
+        There may be many more answers than requests at a time. The time that a request waits for
+        the semaphore does not count towards its deadline.
         """
         loop = asyncio.get_running_loop()
         if self._semaphore is None or self._semaphore[0] is not loop:
@@ -306,9 +334,9 @@ class Judge:
 
 
 def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -> Judge | None:
-    """Return the judge that the reward of a configuration asks; None where it asks none.
+    """Return the judge that the configured reward needs; None if the reward needs no judge.
 
-    Sends no request yet.
+    This sends no request.
     """
     if not needs_judge(config.reward, config.staged):
         return None
@@ -316,7 +344,7 @@ def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -
 
 
 def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | None = None) -> Judge:
-    """Return the judge of a configuration, whose endpoint this is."""
+    """Return a judge with the settings of a configuration. Its model is behind this endpoint."""
     return Judge(
         endpoint.generator,
         endpoint.tokenizer,
@@ -329,9 +357,9 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 
 
 def _shown(answer: str) -> str:
-    """Return an answer as the judge reads it: normalised.
+    """Return an answer as the judge reads it.
 
-    Where nothing would be left of it, it stays as it is written.
+    The answer is normalised. If nothing would remain of it, it is shown as it was written.
     """
     return normalise_squad(answer) or " ".join(answer.split())
 
@@ -345,8 +373,8 @@ def _word_of(reply: str) -> str:
 
 
 def _verdict_of(reply: str) -> bool:
-    """Return whether a reply is YES. Raises NoVerdictError for anything but YES and NO."""
+    """Return whether a reply is YES. Raises NoVerdictError if it is neither YES nor NO."""
     verdict = VERDICTS.get(_word_of(reply))
     if verdict is None:
-        raise NoVerdictError(f"it replied {reply!r} and not YES or NO")
+        raise NoVerdictError(f"it replied {reply!r} instead of YES or NO")
     return verdict

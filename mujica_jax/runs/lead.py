@@ -1,4 +1,7 @@
-"""One trainer leads a run: it holds a lease in the run directory while it trains."""
+"""Make sure that only one trainer works in a run directory at a time.
+
+The trainer holds a lease, a file in the run directory that it renews while it trains.
+"""
 
 import contextlib
 import os
@@ -13,18 +16,22 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.leases import RENEWALS_A_LEASE, Lease, Leases
 from mujica_jax.trajectories.store import SUMMARY, Store
 
-TRAINER = "trainer"  # name of the lease of the process that leads a run
-LEAD_SECONDS = 30.0  # how long that lease lasts
+# The name of the trainer's lease.
+TRAINER = "trainer"
+# How long the lease lasts without renewal, in seconds.
+LEAD_SECONDS = 30.0
 
 
 @contextlib.contextmanager
 def trainer_lease(store: Store, preemption: Preemption) -> Iterator[None]:
-    """Hold the lease of the run's trainer, so that no other trainer leads this run meanwhile.
+    """Hold the lease of the run's trainer during a block, so that no other trainer uses the run.
 
-    A trainer that was killed on another host is waited for until its lease is over. One that lives
-    is refused.
+    If a trainer on another host was killed, wait until its lease expires. If another trainer is
+    still running, raise UserError. If this trainer loses its lease during the block, its process
+    ends with exit code 2.
     """
-    if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
+    # A finished run needs no lease, because nothing in it changes any more.
+    if not distributed.is_primary() or store.exists(SUMMARY):
         yield
         return
 
@@ -33,13 +40,14 @@ def trainer_lease(store: Store, preemption: Preemption) -> Iterator[None]:
 
     def renew() -> None:
         while not has_ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
-            # A store that does not answer now is asked again.
+            # If the store does not answer, try again at the next renewal.
             with contextlib.suppress(UserError, OSError):
-                # This program stood still for that long. What it has written stays, as after a
-                # kill.
+                # The lease is lost if this program was stopped for longer than the lease lasts, and
+                # another trainer took over. Everything that was written stays, as after a kill.
                 if lease.is_lost:
                     print(
-                        f"error: another process trains in {store.root} since; this one ends",
+                        f"error: another process has taken over training in {store.root}; this "
+                        "one ends",
                         file=sys.stderr,
                     )
                     os._exit(2)
@@ -57,7 +65,7 @@ def trainer_lease(store: Store, preemption: Preemption) -> Iterator[None]:
 
 
 def _claim(store: Store, preemption: Preemption) -> Lease:
-    """Claim the lease of the run's trainer. Raises UserError where another trainer lives."""
+    """Claim the lease of the run's trainer. Raises UserError if another trainer is running."""
     leases = Leases(store, seconds=LEAD_SECONDS, revision=provenance.git_revision())
     start_time = time.monotonic()
     lease = leases.claim(TRAINER)
@@ -66,8 +74,8 @@ def _claim(store: Store, preemption: Preemption) -> Lease:
         has_waited = time.monotonic() - start_time > 2 * LEAD_SECONDS
         if holder and (leases.is_near(holder) or has_waited):
             raise UserError(
-                f"process {holder.process} on {holder.host} trains in {store.root} already: end it "
-                "first, or choose another --run directory"
+                f"process {holder.process} on {holder.host} is already training in {store.root}: "
+                "stop it first, or choose another --run directory"
             )
         preemption.check()
         time.sleep(1.0)

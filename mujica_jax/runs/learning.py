@@ -1,4 +1,8 @@
-"""Learn: train one phase on packed rows, from the state before it or from its last checkpoint."""
+"""Learn: train one phase of a run on packed rows.
+
+Training starts from the state of the phase before, or continues from the phase's own last
+checkpoint.
+"""
 
 import contextlib
 import dataclasses
@@ -26,29 +30,45 @@ from mujica_jax.runtime import distributed
 if TYPE_CHECKING:
     from mujica_jax.learning.checkpoints import Checkpoints
 
-SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
-# Share of the training time that saves may take, where `trainer.save_seconds` does not say how
-# often they come.
+# The least time between two checkpoints, in seconds. Saving a tiny model takes about 60 ms.
+SAVE_EVERY_SECONDS = 15.0
+# The share of the training time that saving may take, if `trainer.save_seconds` does not set the
+# time between two checkpoints.
 SAVING_SHARE = 0.05
+# How many steps are trained between two checks whether a checkpoint is due.
 STEPS_A_STRETCH = 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningPlan:
-    """The plan of a phase: its updates, its learning rates (`optimizer.schedule`) and its loss."""
+    """The plan of a phase: its number of updates, its learning rates and its loss.
 
-    steps: int  # updates
+    Attributes:
+        steps: Number of updates.
+        peak: The highest learning rate of the schedule (`optimizer.schedule`).
+        end_value: The learning rate at the end of the schedule.
+        warmup_steps: Number of steps over which the learning rate rises to `peak`.
+        stretch: The part of the cosine that this phase covers, as a start and an end between 0 and
+            1. Several phases may share one cosine.
+        loss: A loss of `learning.losses`. The rows must have its columns. None means maximum
+            likelihood.
+        trainer: The trainer's configuration with the batch size and sequence length of this phase.
+            None means the run's own configuration.
+    """
+
+    steps: int
     peak: float
     end_value: float
     warmup_steps: int = 0
-    stretch: tuple[float, float] = (0.0, 1.0)  # part of a cosine that several phases share
-    # One of `learning.losses`, whose columns the rows carry. None is maximum likelihood.
+    stretch: tuple[float, float] = (0.0, 1.0)
     loss: Loss | None = None
-    # The trainer's configuration with this phase's own rows. None is the run's.
     trainer: TrainerConfig | None = None
 
     def schedule(self) -> Schedule:
-        """Return the learning rate of every step. Raises UserError where it is inconsistent."""
+        """Return the learning rate of every step.
+
+        Raises UserError if the plan's settings contradict each other.
+        """
         return schedule(
             peak=self.peak,
             end_value=self.end_value,
@@ -61,14 +81,14 @@ class LearningPlan:
 def train(
     run: Run, name: str, start: GetState, rows: PackedRows, *, plan: LearningPlan
 ) -> PhaseState:
-    """Train a phase on these rows, and return the state that it ends with.
+    """Train a phase on these rows, and return the state after it.
 
-    It begins with `start()`, whose buffers are reused, or goes on from its last checkpoint. A
-    preemption saves the step it comes at.
+    Training starts from the state that `start()` returns, and reuses its buffers. If the phase has
+    a checkpoint, training continues from there. If the run is preempted, the current step is saved.
 
-    A phase that was evaluated by an earlier start is over. Then nothing is read here: its
-    checkpoint is read when its state is called for. Where that checkpoint is damaged, the phase is
-    learnt again.
+    If an earlier start already trained and evaluated this phase, nothing happens here. The phase's
+    checkpoint is read when the returned state is used. If that checkpoint is damaged, the phase is
+    trained again.
     """
     file = phase_file(name)
     if distributed.broadcast(f"{name} is over", lambda: run.store.exists(file)):
@@ -80,21 +100,22 @@ def train(
 def train_phase(
     run: Run, name: str, start: GetState, rows: PackedRows, *, plan: LearningPlan
 ) -> TrainState:
-    """Return the state after the planned updates. See `train`."""
-    # Restore the last checkpoint, or begin.
+    """Train a phase, and return the training state after the planned updates. See `train`."""
+    # Restore the phase's last checkpoint, or start from the state of the phase before.
     rates = plan.schedule()
     run.generator.release_weights()
     trainer = _trainer_of(run, plan)
     checkpoints = _checkpoints_of(run, name, plan)
     state, input_state = _restore_or_begin(checkpoints, trainer, start)
-    run.newest_phase = name  # set here: `start` may be a phase, too
+    # Set this only now: `start` may itself train a phase, and would replace the name.
+    run.newest_phase = name
     done = int(state.step)
     if done >= plan.steps:
         return state
 
     run.preemption.enter(f"{name}: learning", kept_text=f"step {done} of {plan.steps} is kept")
     figures = Throughput(trainer, rows, done=done, seconds=lambda: run.clock.seconds(LEARNING))
-    # A save goes on beside the steps and is finished before the phase ends, however it ends.
+    # Checkpoints are written while training continues. Leaving this block waits for the last one.
     with checkpoints, _shown(run, name, done=done, steps=plan.steps) as stage:
         saves = _Saves(run, name, checkpoints, saved_step=done, plan=plan)
         on_step = functools.partial(_report_step, run, name, stage, figures, plan.steps)
@@ -102,8 +123,9 @@ def train_phase(
         if input_state is not None:
             batches.set_state(input_state)
 
-        # Train in stretches, with a look at the clock after each: a save is due by the clock, and
-        # what a restart repeats is the same steps with the same batches either way.
+        # Train a few steps at a time, and check after each stretch whether a checkpoint is due. The
+        # time of a checkpoint does not change the result: after a restart, the repeated steps use
+        # the same batches.
         while done < plan.steps:
             until = run.profile.until(done, min(plan.steps, done + STEPS_A_STRETCH))
             run.profile.before(done)
@@ -129,9 +151,9 @@ def train_phase(
 
 
 def finished_state(run: Run, name: str, *, plan: LearningPlan) -> TrainState | None:
-    """Return the state that a phase ended with, from its checkpoint.
+    """Return the state after a phase, restored from the phase's checkpoint.
 
-    Returns None where that checkpoint is missing or damaged, or the phase is not over.
+    Returns None if the checkpoint is missing or damaged, or if the phase is not finished.
     """
     run.generator.release_weights()
     checkpoints = _checkpoints_of(run, name, plan)
@@ -143,25 +165,28 @@ def finished_state(run: Run, name: str, *, plan: LearningPlan) -> TrainState | N
 
 
 def _restored_state(run: Run, name: str, plan: LearningPlan) -> TrainState:
-    """Return the state of a phase that this start has learnt, from its checkpoint."""
+    """Return the state after a phase that was trained in this process, from its checkpoint.
+
+    Raises StoreError if the checkpoint is missing or damaged.
+    """
     state = finished_state(run, name, plan=plan)
     if state is None:
         raise StoreError(
             f"the last checkpoint in {run.store.root / learning_folder(name)} is missing or "
-            "damaged: give the same command again, which learns the phase once more"
+            "damaged: start the same command again; it trains this phase again"
         )
     return state
 
 
 def _trainer_of(run: Run, plan: LearningPlan) -> Trainer:
-    """Return the run's trainer, or one with the plan's own loss or rows."""
+    """Return the run's trainer, or a new one if the plan has its own loss or trainer settings."""
     if plan.loss is None and plan.trainer in (None, run.config.trainer):
         return run.trainer
     return Trainer(run.trainer.model, plan.trainer or run.config.trainer, plan.loss)
 
 
 def _checkpoints_of(run: Run, name: str, plan: LearningPlan) -> "Checkpoints":
-    """Return the checkpoints of a phase."""
+    """Return the object that saves and restores the checkpoints of a phase."""
     from mujica_jax.learning.checkpoints import Checkpoints
 
     return Checkpoints(
@@ -174,7 +199,11 @@ def _checkpoints_of(run: Run, name: str, plan: LearningPlan) -> "Checkpoints":
 def _restore_or_begin(
     checkpoints: "Checkpoints", trainer: Trainer, start: GetState
 ) -> tuple[TrainState, Any]:
-    """Return the state of the last checkpoint with that of its input, or begin with `start()`."""
+    """Return the training state to continue from, and the position in the training data.
+
+    Both come from the last checkpoint. Without a checkpoint, the state comes from `start()`, and
+    the position is None.
+    """
     checkpoint = checkpoints.restore_latest(trainer.abstract_state())
     if checkpoint is None:
         return trainer.next_phase(start()), None
@@ -184,7 +213,7 @@ def _restore_or_begin(
 
 @contextlib.contextmanager
 def _shown(run: Run, name: str, *, done: int, steps: int) -> Iterator[Stage]:
-    """Show the progress of learning, and profile the steps that the configuration asks for."""
+    """Show the progress of training, and profile the steps that the configuration names."""
     stage = run.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done)
     with stage as shown, run.profile.of_phase(name, done=done, steps=steps):
         yield shown
@@ -193,7 +222,7 @@ def _shown(run: Run, name: str, *, done: int, steps: int) -> Iterator[Stage]:
 def _report_step(
     run: Run, name: str, stage: Stage, figures: Throughput, steps: int, metrics: StepMetrics
 ) -> None:
-    """Show the metrics of a step, and write them down now and then."""
+    """Show the metrics of a step, and log them every `metrics.logging_steps` steps."""
     stage.update(metrics.step, loss=metrics.loss, **metrics.loss_metrics)
     if metrics.step % run.config.metrics.logging_steps == 0 or metrics.step == steps:
         throughput = figures.of(metrics)
@@ -202,7 +231,10 @@ def _report_step(
 
 
 class _Saves:
-    """Saves the state of a phase when a save is due."""
+    """Saves checkpoints of a phase when they are due.
+
+    `saved_step` is the step of the newest checkpoint.
+    """
 
     def __init__(
         self,
@@ -222,20 +254,22 @@ class _Saves:
         self.saved_step = saved_step
 
     def save_if_due(self, result: FitResult) -> None:
-        """Save at the end of the phase, at its interruption, and every now and then."""
+        """Save a checkpoint if the phase ends, if it is interrupted, or if enough time passed."""
         if not self._is_due(result) or result.steps <= self.saved_step:
             return
         position = {"phase": self._name, "steps": self._steps, "input": result.input_state}
         with self._run.clock.stage("saving"):
-            self._run.metrics.flush()  # a resumed run does not repeat these steps
+            # Write the metrics first: a restart continues from the checkpoint and does not repeat
+            # these steps.
+            self._run.metrics.flush()
             self._checkpoints.save(result.state, position)
-        # The new checkpoint goes on being written, so the earlier one is what is kept.
+        # The new checkpoint is still being written. A kill now would keep only the one before.
         self._run.preemption.keeps(f"step {self.saved_step} of {self._steps} is kept")
         self._last_save_time = time.monotonic()
         self.saved_step = result.steps
 
     def _is_due(self, result: FitResult) -> bool:
-        """Return whether to save now. The first process decides for all."""
+        """Return whether to save a checkpoint now. The first process decides for all processes."""
         is_due = result.stopped or result.steps == self._steps
         if not is_due:
             save_seconds = self._save_seconds or max(
@@ -254,10 +288,10 @@ def rows_that_fit(
     noun: str = "conversations",
     sequence_length: int | None = None,
 ) -> list[Conversation]:
-    """Return the conversations that train anything and fit a row.
+    """Return the conversations that have at least one trained token and fit into a row.
 
-    A line says how many do not fit. `sequence_length` is the length of a row (None: the trainer's),
-    and `noun` is what the line calls the conversations.
+    A line on the console says how many are too long; `noun` is what it calls them.
+    `sequence_length` is the length of a row in tokens (None: `trainer.sequence_length`).
     """
     limit = sequence_length or run.config.trainer.sequence_length
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
@@ -271,9 +305,9 @@ def rows_that_fit(
 
 
 def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return what the trainer's policies say of rows.
+    """Return log-probabilities that `score` computes, or that an earlier start stored in `file`.
 
-    It is computed once in the life of a run, and stored in `file`.
+    `score` is called once in a run, also if the run is restarted.
     """
     if not distributed.broadcast(file, lambda: run.store.exists(file)):
         run.generator.release_weights()

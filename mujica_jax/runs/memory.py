@@ -1,16 +1,18 @@
-"""Compute what lies in the memory of each chip, phase by phase, before any of it is there.
+"""Compute how much memory each phase of a run needs on each chip, before anything is allocated.
 
-| phase | what is there |
+| phase | what is in memory |
 |---|---|
-| loading | the checkpoint in the parameters' type, the state that is made of it |
-| syncing | state, its policy in the compute type on its way, engine weights, keys and values |
-| sampling | state, engine weights, keys and values, the engine's temporaries |
-| learning | state, gradients and activations of a step, keys and values; no engine weights |
+| loading | the training state, and the checkpoint that it is made from |
+| syncing | the training state, its policy on the way to the engine, and the engine's weights |
+| sampling | the training state, the engine's weights, and the engine's temporary arrays |
+| learning | the training state, and the gradients and activations of one step |
 
-The embedder and the rows of an exact search are there from sampling on. State and policy lie over
-the trainer's mesh, engine weights, keys and values over `engine.tensor_parallel_size` chips. Called
-by `setup`, which refuses what does not fit, and by `run`, which leaves the keys and values what the
-rest does not need.
+In all phases the engine's cache of keys and values is in memory too, and so are the embedder and
+the index of an exact search. The training state and the policy are sharded over the trainer's mesh.
+The engine's weights, keys and values are sharded over `engine.tensor_parallel_size` chips.
+
+`runs.setup` refuses a run that does not fit. Otherwise the engine's cache gets the memory that
+nothing else needs.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import MESH_AXES, shardings_of
 from mujica_jax.runtime.chips import Chip
 
-# Parts of a phase's memory.
+# Names of the parts of a phase's memory.
 CHECKPOINT = "checkpoint"
 PARAMETERS = "parameters"
 MOMENTS = "optimiser"
@@ -45,9 +47,10 @@ CACHE = "keys and values"
 RETRIEVAL = "embedder and index"
 STEP = "step"
 CALLS = "engine calls"
-# Bytes of the engine's programs, beside weights and cache. tests/models/test_tpu_compile.py holds them to
-# it.
+# The bytes on each chip of the temporary arrays of the engine's programs, without weights and
+# cache. tests/models/test_tpu_compile.py checks that the programs do not need more.
 ENGINE_TEMPORARIES = 600_000_000
+# What to change if a part needs too much memory.
 REMEDIES = {
     CHECKPOINT: "raise trainer.fsdp",
     PARAMETERS: "raise trainer.fsdp, or set trainer.parameter_dtype to bfloat16",
@@ -63,13 +66,17 @@ REMEDIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """The memory that one phase takes on each chip."""
+    """The memory that one phase needs on each chip.
+
+    `parts` holds the bytes on each chip of each part.
+    """
 
     name: str
-    parts: Mapping[str, int]  # bytes on each chip
+    parts: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
+        """The bytes of all parts together on each chip."""
         return sum(self.parts.values())
 
 
@@ -82,10 +89,11 @@ def phases(
     calls: int = ENGINE_TEMPORARIES,
     retrieval: int = 0,
 ) -> list[PhaseMemory]:
-    """Return the memory of each phase.
+    """Return the memory of each phase on each chip.
 
-    `step` and `calls` are the bytes of temporaries of the compiled training step and of the
-    engine's programs, `retrieval` those of embedder and index on a chip.
+    `step` is the size of the temporary arrays of the compiled training step, and `calls` that of
+    the engine's programs. `retrieval` is the size of the embedder and the index. All are in bytes
+    on each chip.
     """
     state = trainer.abstract_state()
     compute_dtype = jnp.dtype(config.trainer.dtype)
@@ -101,7 +109,7 @@ def phases(
     )
     engine_mesh = AbstractMesh((1, 1, config.engine.tensor_parallel_size), MESH_AXES)
 
-    # What stays in all phases, and the engine's weights.
+    # `resident` and `searched` are in memory in all phases.
     resident = {PARAMETERS: _bytes(state.params), MOMENTS: _bytes(state.opt_state)}
     searched = {CACHE: cache_bytes(config, model), RETRIEVAL: retrieval}
     engine = {ENGINE: _bytes(_laid_out(stored, engine_mesh))}
@@ -116,27 +124,29 @@ def phases(
 
 
 def check_memory(config: Config, phase_memories: list[PhaseMemory], chip: Chip) -> None:
-    """Check that each phase fits a chip.
+    """Check that each phase fits into the memory of a chip.
 
-    Raises UserError naming the fullest phase, its largest part, and what to change.
+    Raises UserError if one does not. The message names the largest phase, its largest part, and the
+    setting to change.
     """
     fullest = max(phase_memories, key=lambda phase: phase.bytes)
     if fullest.bytes <= chip.memory_bytes:
         return
     largest_part = max(fullest.parts, key=lambda part: fullest.parts[part])
     raise UserError(
-        f"{config.name} needs {_gigabytes(fullest.bytes)} GB a chip while {fullest.name} and a "
-        f"{chip.name} has {_gigabytes(chip.memory_bytes)} GB: the largest part is "
-        f"{_gigabytes(fullest.parts[largest_part])} GB of {largest_part}, so "
+        f"{config.name} needs {_gigabytes(fullest.bytes)} GB per chip while {fullest.name}, but a "
+        f"{chip.name} has {_gigabytes(chip.memory_bytes)} GB. The largest part is "
+        f"{largest_part} with {_gigabytes(fullest.parts[largest_part])} GB: "
         f"{REMEDIES[largest_part]}"
     )
 
 
 def cache_bytes(config: Config, model: DecoderConfig) -> int:
-    """Return the bytes of keys and values on each chip.
+    """Return the bytes of the engine's cache of keys and values on each chip.
 
-    These are all slots at full length, or what `engine.cache_gigabytes` allows. Without that
-    setting it is 0: they take what the rest leaves.
+    This is enough for `engine.max_num_seqs` sequences of full length, but at most
+    `engine.cache_gigabytes`. If `engine.cache_gigabytes` is 0, the result is 0: the cache then gets
+    the memory that nothing else needs.
     """
     engine = config.engine
     if not engine.cache_gigabytes:
@@ -151,14 +161,14 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
 
 
 def _laid_out(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Return an abstract tree with the shardings that it has over a mesh."""
+    """Return an abstract tree of arrays, with the sharding of each array over the mesh."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), tree, shardings_of(tree, mesh)
     )
 
 
 def _bytes(tree: Any) -> int:
-    """Return the bytes of a tree on each chip."""
+    """Return the bytes of a tree of arrays on each chip."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -166,4 +176,5 @@ def _bytes(tree: Any) -> int:
 
 
 def _gigabytes(count: int) -> str:
+    """Return a number of bytes in gigabytes, with one decimal."""
     return f"{count / 1e9:.1f}"

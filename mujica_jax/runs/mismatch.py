@@ -1,17 +1,19 @@
-"""Compare the log-probabilities of the engine that samples and of the trainer that learns.
+"""Check that the sampling engine and the trainer compute the same policy.
 
-The comparison shows whether both are the same policy:
+For each sampled token, compare the log-probabilities of the engine and of the trainer:
 
-    d = log p_engine(token) - log p_trainer(token)          over sampled tokens
+    d = log p_engine(token) - log p_trainer(token)
 
-Both are of the policy as it is, without temperature. They differ by rounding: other kernels, other
-batches, eight-bit weights or a narrow cache if those are asked for. A difference beyond that is a
-fault that training would hide. The divergence is estimated by mean(exp(-d) - 1 + d), which is never
-negative and has little variance; it estimates KL(engine || trainer) where tokens were drawn at
-temperature 1, and is a weighted one at other temperatures.
+Both are at temperature 1. A small difference is normal, because engine and trainer round
+differently: they use other kernels and batches, and the engine may use eight-bit weights or a
+narrow cache. A large difference is a fault, which training would hide.
 
-Recipes call `compare` once a round, between sampling and learning, while the trainer's weights
-are those that were sampled from.
+The divergence KL(engine || trainer) is estimated by mean(exp(-d) - 1 + d), which is never negative
+and has little variance. The estimate is right if the tokens were sampled at temperature 1. At other
+temperatures some tokens weigh too much and others too little.
+
+Recipes call `compare` once per round, after sampling and before learning, while the trainer still
+holds the weights that sampled.
 """
 
 from collections.abc import Sequence
@@ -35,10 +37,11 @@ def compare(
     round_number: int,
     version: int,
 ) -> None:
-    """Write how far the engine's log-probabilities are from the trainer's.
+    """Measure how the engine's log-probabilities differ from the trainer's, and log the result.
 
-    `state` is what was sampled from; its policy has this version. If the state is not in memory,
-    load the committed policy instead.
+    `state` holds the policy that sampled, and `version` is the version of this policy. If the state
+    is not in memory, the committed policy is loaded instead. Nothing happens if
+    `metrics.compared_conversations` is 0 or the round's line is already logged.
     """
     num_conversations = run.config.metrics.compared_conversations
     is_written = distributed.broadcast(
@@ -70,9 +73,10 @@ def compared(
     conversations: int,
     seed: int,
 ) -> dict[str, float | int]:
-    """Return the differences over at most `conversations` conversations, drawn by the seed.
+    """Return the differences, measured on some conversations of these trajectories.
 
-    The result is empty if none can be compared.
+    `conversations` is the largest number of conversations to compare. They are drawn at random with
+    `seed`. The result is empty if no conversation can be compared.
     """
     sequence_length = trainer.config.sequence_length
     comparable: list[Conversation] = []
@@ -94,9 +98,11 @@ def compared(
 def differences(
     conversations: Sequence[Conversation], rows: PackedRows, scores: np.ndarray
 ) -> dict[str, float | int]:
-    """Return how the conversations' own log-probabilities differ from the trainer's.
+    """Return statistics of the differences between engine and trainer.
 
-    `scores` [rows, time] are the trainer's log-probabilities of the same tokens.
+    The engine's log-probabilities are stored in the conversations. `scores`, of shape [rows, time],
+    holds the trainer's log-probability of each token in `rows`. The result is empty if there are no
+    sampled tokens.
     """
     engine_log_probs = []
     trainer_log_probs = []
@@ -105,7 +111,8 @@ def differences(
         for turn in conversation.turns:
             end = place + len(turn.token_ids)
             if turn.logprobs is not None:
-                # Nothing stands before a first token that could predict it.
+                # The first token of a conversation has no token before it, so the trainer has no
+                # prediction for it.
                 num_skipped = int(place == start)
                 engine_log_probs.append(np.asarray(turn.logprobs[num_skipped:], np.float64))
                 trainer_log_probs.append(scores[row, place + num_skipped : end].astype(np.float64))

@@ -1,4 +1,4 @@
-"""The model that a run starts from: a checkpoint, or a decoder drawn at random."""
+"""Open the model that a run starts from: a checkpoint, or a model with random weights."""
 
 import dataclasses
 import itertools
@@ -25,26 +25,36 @@ from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 
 TOKENIZER = "tokenizer"
-# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it,
-# and with 0.125 not at all.
+# The standard deviation of the random initial weights. The usual 0.02 suits hidden sizes in the
+# thousands. At hidden size 64, a copying task was learnt three times slower with 0.02, and not at
+# all with 0.125.
 INITIALIZER_RANGE = 0.05
-# How often the scripts' own words are shown to the tokenizer, so that each becomes one token.
+# How many times the words of prompts and scripts are repeated in the tokenizer's training text, so
+# that each of them becomes one token.
 SCRIPT_REPEATS = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartingModel:
-    """The model that a run starts from."""
+    """The model that a run starts from.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        decoder: The structure of the model, without its arrays.
+        load: Loads the model and returns it with its arrays. Takes the mesh to shard them over, or
+            None.
+    """
 
     tokenizer: Tokenizer
-    decoder: Decoder  # without its arrays
-    load: Callable[..., Decoder]  # brings the arrays, over a mesh or None
+    decoder: Decoder
+    load: Callable[..., Decoder]
 
 
 def open_model(directory_or_file: str | Path, dtype: str) -> StartingModel:
-    """Open a Hugging Face checkpoint or a GGUF file, which computes in `dtype`.
+    """Open a Hugging Face checkpoint or a GGUF file. The model computes in `dtype`.
 
-    Raises UserError where its vocabulary lacks an id of the tokenizer.
+    Raises UserError if there is no such checkpoint, or if the tokenizer has token ids that the
+    model does not embed.
     """
     directory = distributed.primary_first(
         "the checkpoint", lambda: checkpoint_folder(directory_or_file)
@@ -58,14 +68,15 @@ def open_model(directory_or_file: str | Path, dtype: str) -> StartingModel:
     decoder, load = open_checkpoint(directory, dtype=dtype)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model "
-            f"embeds {decoder.config.vocab_size}: take both from the same checkpoint"
+            f"the tokenizer in {directory} has token ids up to {tokenizer.vocab_size - 1}, but the "
+            f"model embeds only {decoder.config.vocab_size} tokens: take both from the same "
+            "checkpoint"
         )
     return StartingModel(tokenizer=tokenizer, decoder=decoder, load=load)
 
 
 def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
-    """Return the size of a decoder that is trained from scratch."""
+    """Return the configuration of a decoder that is trained from scratch."""
     model = config.model
     return DecoderConfig(
         family=model.family,
@@ -88,14 +99,15 @@ def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int
 
 
 def new_model(config: Config, task: Task, store: Store) -> StartingModel:
-    """Return the run's tokenizer and a decoder of the configured size, drawn at random."""
+    """Return the run's tokenizer and a decoder of the configured size with random weights."""
     tokenizer = distributed.primary_first(
         "the tokenizer", lambda: _trained_tokenizer(config, task, store)
     )
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
 
     def draw(mesh: Mesh | None) -> Decoder:
-        del mesh  # the trainer lays the arrays out
+        # The trainer shards the arrays itself.
+        del mesh
         return new_decoder(config, size)
 
     decoder = nnx.eval_shape(lambda: new_decoder(config, size))
@@ -103,16 +115,16 @@ def new_model(config: Config, task: Task, store: Store) -> StartingModel:
 
 
 def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
-    """Draw the weights of a decoder by the run's seed."""
+    """Return a decoder with random weights, drawn with the run's seed."""
     decoder = Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
     decoder.embedding[...] *= config.model.embedding_range / INITIALIZER_RANGE
     return decoder
 
 
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
-    """Return the run's tokenizer, which is trained once.
+    """Return the run's tokenizer. The first start of the run trains it and stores it.
 
-    It learns the task's training text and the words that our prompts and scripts use.
+    It is trained on the task's training text and on the words of our prompts and scripts.
     """
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))

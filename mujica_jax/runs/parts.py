@@ -1,6 +1,6 @@
-"""Make the parts that a configuration describes, for runs and `eval` alike.
+"""Make the parts that training runs and `eval` share, from their configuration.
 
-These are agent, reward, generator and retrieval statistics.
+These parts are the agent, the reward, the generator and the retrieval statistics.
 """
 
 import dataclasses
@@ -34,23 +34,25 @@ from mujica_jax.tasks.task import EnvironmentKind, Task
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
-    """Return the agent of a configuration."""
+    """Return the agent that the configuration describes."""
     return implementation(config)(tokenizer, config)
 
 
 def check_prompts(
     agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode
 ) -> None:
-    """Check that a conversation has room behind its prompt, with worked examples.
+    """Check that a conversation has enough room after its prompt and the worked examples.
 
-    This is checked in the agent's own mode of prompts and in `modes`. Raises UserError.
+    This is checked for the agent's own prompt mode and for those in `modes`. Raises UserError if
+    there is too little room, or if the tokenizer's chat template cannot be used.
     """
-    # This refuses a chat template that cannot be used, before anything is played.
+    # This raises an error if the chat template cannot be used.
     tokenizer.open_conversation("", "")
-    if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
+    # Baselines have their own prompts, which are not checked here.
+    if not isinstance(agent, PromptedAgent):
         return
 
-    # Readers are shown what a search finds.
+    # The roles in `readers` read search results, so their conversations need room for these.
     roles = (agent.kind,)
     readers = (agent.kind,)
     if isinstance(agent, MujicaConfig):
@@ -65,15 +67,16 @@ def check_prompts(
             needed_tokens += agent.max_observation_tokens
         if needed_tokens > agent.max_trajectory_tokens:
             raise UserError(
-                f"the {role}'s prompt ({mode}) has {prompt_tokens} tokens, needs {needed_tokens} "
-                "with what agent.max_turn_tokens and agent.max_observation_tokens allow, and "
+                f"the {role}'s prompt ({mode}) has {prompt_tokens} tokens. With one turn "
+                "(agent.max_turn_tokens) and, if the role reads search results, one of these "
+                f"(agent.max_observation_tokens), it needs {needed_tokens} tokens, but "
                 f"agent.max_trajectory_tokens is {agent.max_trajectory_tokens}: raise it to "
-                f"{needed_tokens} or more, or show less"
+                f"{needed_tokens} or more, or lower the other two"
             )
 
 
 def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
-    """Return the reward of a configuration, with its embedder and the judge that it asks."""
+    """Return the reward that the configuration describes, with its embedder and its judge."""
     similarity = None
     if config.reward == STAGED and config.staged.search:
         similarity = find_similarity(config.staged.embedder)
@@ -81,9 +84,9 @@ def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) ->
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
-    """Return the sum over all environments that these questions are answered in.
+    """Return the retrieval statistics of these questions, summed over their environments.
 
-    Environments that share a retriever share its statistics, which are counted once.
+    Environments that share a retriever also share its statistics. These are counted once.
     """
     all_statistics = [task.environment(question).statistics for question in questions]
     distinct_statistics = {id(statistics): statistics for statistics in all_statistics}
@@ -96,13 +99,14 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
 def make_generator(
     decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0
 ) -> PolicyGenerator:
-    """Return the generator of a run or an evaluation. `reserved_bytes`: see `make_engine`."""
+    """Return the generator of a run or an evaluation. For `reserved_bytes` see `make_engine`."""
     return open_generator(
         decoder,
         config.engine,
         tokenizer,
         positions=config.agent.max_trajectory_tokens,
-        queue_size=0,  # episodes wait for their turn; only streams are refused
+        # Only streams are refused if the queue is full, and runs use none. Episodes always wait.
+        queue_size=0,
         reserved_bytes=reserved_bytes,
     )
 
@@ -116,12 +120,13 @@ def open_generator(
     queue_size: int,
     reserved_bytes: int = 0,
 ) -> PolicyGenerator:
-    """Return the generator that `engine.kind` names, for requests of up to `positions` tokens.
+    """Return the generator that `engine.kind` names, for sequences of up to `positions` tokens.
 
-    `queue_size` bounds how many streams wait for a slot. `reserved_bytes`: see `make_engine`.
+    `queue_size` is the largest number of streams that may wait for a slot. For `reserved_bytes` see
+    `make_engine`.
     """
     if engine.kind == "jetstream":
-        # Imported here: JetStream's interface brings TensorFlow.
+        # This is imported only here, because JetStream's interface imports TensorFlow.
         from mujica_jax.inference.jetstream.factory import make_jetstream_generator
 
         return make_jetstream_generator(
@@ -150,10 +155,11 @@ def open_generator(
 def check_engine_temperatures(
     generator: PolicyGenerator, config: Config, *, trains: bool, sampled: bool = True
 ) -> None:
-    """Check that an engine which samples all requests alike is asked for no other temperature.
+    """Check that the engine can sample at the temperatures that the configuration needs.
 
-    A run `trains`; an evaluation alone is greedy and, if it is `sampled` too, has eval.temperature.
-    Raises UserError.
+    Some engines use one temperature for all requests. `trains` is true for a training run, which
+    also samples at `sampling.temperature`. `sampled` is true if the evaluation also samples at
+    `eval.temperature`. Raises UserError if the engine cannot do that.
     """
     name = f"engine.factory {config.engine.factory}"
     is_greedy = (
@@ -161,9 +167,9 @@ def check_engine_temperatures(
     )
     if is_greedy and sampled and not trains:
         raise UserError(
-            f"{name} decodes greedily and the sampled scores have eval.temperature "
-            f"{config.eval.temperature}: add --sampled False, or use an engine that samples each "
-            "request by itself"
+            f"{name} can only decode greedily, but the sampled scores need eval.temperature "
+            f"{config.eval.temperature}: add --sampled False, or use an engine with its own "
+            "temperature for each request"
         )
     temperatures = {"the temperature of greedy evaluations": 0.0}
     if sampled:
@@ -174,9 +180,9 @@ def check_engine_temperatures(
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
-    """Return the adapter that training goes on from, if the configuration names one.
+    """Load the adapter that training continues from; None if the configuration names none.
 
-    Raises UserError where it does not have the rank that is trained.
+    Raises UserError if the adapter's rank or alpha differs from the trainer's settings.
     """
     if config.adapter is None:
         return None
@@ -185,9 +191,10 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     rank, alpha = adapter.rank_and_alpha()
     if rank != trainer.lora_rank or not math.isclose(alpha, trainer.lora_alpha, rel_tol=1e-4):
         raise UserError(
-            f"{config.adapter} has rank {rank} and alpha {alpha:g}, and trainer.lora_rank is "
-            f"{trainer.lora_rank}, trainer.lora_alpha {trainer.lora_alpha:g}: give "
-            f"--trainer.lora-rank {rank} --trainer.lora-alpha {alpha:g}"
+            f"the adapter {config.adapter} has rank {rank} and alpha {alpha:g}, but "
+            f"trainer.lora_rank is {trainer.lora_rank} and trainer.lora_alpha is "
+            f"{trainer.lora_alpha:g}: set --trainer.lora-rank {rank} "
+            f"--trainer.lora-alpha {alpha:g}"
         )
     return adapter
 
@@ -195,9 +202,11 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
 def use_weights(
     generator: PolicyGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`.
+    """Copy weights into the engine, so that it samples from them.
 
-    Returns when they are there. They are copied, because training reuses its buffers.
+    `weights` belong to a model with the structure of `decoder`, `storage` is the type in which the
+    engine stores them, and `version` is the version of the policy. The function returns when the
+    copy is complete. A copy is needed because training reuses its buffers.
     """
     stored_weights = engine_weights(weights, decoder.config, storage, decoder.dtype)
     generator.set_weights(stored_weights, version)

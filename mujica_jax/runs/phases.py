@@ -1,6 +1,7 @@
-"""The phases of a run, each of which ends with an evaluation.
+"""The phases of a run: their names, costs, results and training states.
 
-They have names, results, and the state that they end with.
+A phase is a part of a run that ends with an evaluation: the warm-up, one or several rounds, or the
+control run.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ from mujica_jax.learning.trainer import TrainState
 from mujica_jax.records import Trajectory
 from mujica_jax.report.results import PhaseRow
 
+# A function that returns a training state. It may load the state when it is called.
 GetState = Callable[[], TrainState]
-# Lines of metrics.jsonl and stages of the clock (docs/reference/metrics.md).
+# Names of phases in metrics.jsonl and of stages of the clock (docs/reference/metrics.md).
 SAMPLING = "sampling"
 EVALUATING = "evaluating"
 LEARNING = "learning"
@@ -24,45 +26,67 @@ RETRIEVAL = "retrieval"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of a run that ends with an evaluation: the warm-up, a round, the control."""
+    """The identity of a phase.
 
-    name: str  # its row of the table, and its files
-    step: int  # of its lines in metrics.jsonl; also the version of the policy that it leaves
-    prefix: str = ""  # before the names of these lines, for a phase beside the others
+    Attributes:
+        name: The name of the phase in the closing table and in file names.
+        step: The step of its lines in metrics.jsonl, and the version of the policy after it.
+        prefix: A prefix for the names of these lines. It separates a phase that is not part of the
+            method, such as the control run, from the others.
+    """
+
+    name: str
+    step: int
+    prefix: str = ""
 
 
+# The folder in the run directory with one file for each phase that is over.
 PHASES = "phases/"
-WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
+# The trajectories of the warm-up are stored as round 0 of the run directory.
+WARM_UP = Phase(name="warm-up", step=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseResult:
-    """The result of a phase: its row of the table, and the computation it took.
+    """The result of a phase: its row of the closing table, and the computation that it took.
 
-    The control is given the same amount of computation.
+    The control run gets as much computation as the method's phases together.
+
+    Attributes:
+        row: The row of the closing table.
+        forward_tokens: Number of tokens that went forward through a model, to sample or score them.
+        trained_slots: Number of token positions that went forward and backward, padding included.
     """
 
     row: PhaseRow
-    forward_tokens: int  # tokens that went through the model once, while sampling
-    trained_slots: int  # row slots that went forward and backward
+    forward_tokens: int
+    trained_slots: int
 
 
 @dataclasses.dataclass(kw_only=True)
 class PhaseCost:
-    """The samples and the learning of a phase, and the time when it began."""
+    """The cost of a phase, counted while the phase runs.
 
-    start_time: float  # by `time.monotonic`
-    trajectories: int = 0  # sampled
-    accepted: int = 0  # learnt
-    forward_tokens: int = 0  # that went through the model once
-    trained_slots: int = 0  # row slots that went forward and backward
+    Attributes:
+        start_time: The time at which the phase began, by `time.monotonic`, in seconds.
+        trajectories: Number of sampled trajectories.
+        accepted: Number of trajectories that are learnt.
+        forward_tokens: Number of tokens that went forward through a model, to sample or score them.
+        trained_slots: Number of token positions that went forward and backward, padding included.
+    """
+
+    start_time: float
+    trajectories: int = 0
+    accepted: int = 0
+    forward_tokens: int = 0
+    trained_slots: int = 0
 
 
 class PhaseState:
-    """The state that a phase ends with: in memory, or restored when it is called for.
+    """The training state after a phase. Calling the object returns the state.
 
-    Training that goes on from it reuses its buffers. Called again after that, it is restored from
-    its checkpoint.
+    If the state is not in memory, the call restores it from the phase's checkpoint. A state leaves
+    memory when the next phase starts from it, because training reuses its buffers.
     """
 
     def __init__(self, restore: GetState, state: TrainState | None = None) -> None:
@@ -83,17 +107,20 @@ class PhaseState:
 
 
 def phase_file(name: str) -> str:
-    """Return the file that says that a phase is over. It holds the phase's row of the table."""
+    """Return the name of the file that marks a phase as over and holds its `PhaseResult`."""
     return f"{PHASES}{name.replace(' ', '-')}.json"
 
 
 def learning_folder(name: str) -> str:
-    """Return the folder of the checkpoints of a phase."""
+    """Return the name of the folder that holds the checkpoints of a phase."""
     return f"{LEARNING}/{name.replace(' ', '-')}"
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Count the tokens of all conversations. Each went through the model once while sampling."""
+    """Return the number of tokens in all conversations, both read and generated ones.
+
+    Each of them went through the model once while sampling.
+    """
     return sum(
         len(turn.token_ids)
         for trajectory in trajectories

@@ -1,7 +1,6 @@
-"""Find a policy by the name that a user gives it.
+"""Find the policy that a user names with `--checkpoint`, for `eval` and `serve`.
 
-The name is a run directory, a model on disk, or a model that is converted first. Called by `eval`
-and `serve`.
+The name may be a run directory, a model on disk, or a model that has to be converted first.
 """
 
 import dataclasses
@@ -25,22 +24,32 @@ if TYPE_CHECKING:
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.runs.evaluation import ScoredGenerator
 
+# The end of error messages about --checkpoint.
 WANTED = (
-    "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a "
-    "configuration"
+    "give --checkpoint a run directory; or give it a Hugging Face directory, a GGUF file or "
+    "smollm2, together with a configuration"
 )
 _INIT = re.compile("--init(=|$)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedPolicy:
-    """A policy that can be loaded."""
+    """A policy that can be loaded.
+
+    Attributes:
+        name: The name that is shown to the user.
+        model: The Hugging Face directory of the model, on local disk.
+        place: Where the model comes from. This is `model`, or the original if `model` is a copy.
+        version: The version of the policy in its run; 0 if it is not from a run.
+        run: The directory of the run that made the policy; None if it is not from a run.
+        adapter: The folder of an adapter to add to the model; None if there is none.
+    """
 
     name: str
-    model: Path  # a Hugging Face directory
-    place: str  # where it comes from: the same, or the name of which it is a local copy
+    model: Path
+    place: str
     version: int
-    run: RunPath | None  # the directory of the run that made it
+    run: RunPath | None
     adapter: Path | None = None
 
     def load(
@@ -51,10 +60,13 @@ class SavedPolicy:
         context_tokens: int = 0,
         context_setting: str = "",
     ) -> "tuple[Tokenizer, Decoder]":
-        """Load the policy in the type it computes in, over `mesh`. An adapter is added in float32.
+        """Load the policy, and return its tokenizer and its model.
 
-        Raises UserError, before the weights are read, where the model cannot read `context_tokens`.
-        The sentence names `context_setting`, if it is given, as what to lower.
+        The model computes in `dtype` and is sharded over `mesh`. If there is an adapter, it is
+        added to the weights in float32.
+
+        Raises UserError if the model cannot read `context_tokens` tokens. This is checked before
+        the weights are read. The message tells the user to lower the setting `context_setting`.
         """
         from mujica_jax.inference.engine.factory import CONTEXT_SETTING, check_context
         from mujica_jax.models.adapters import with_adapter
@@ -69,9 +81,10 @@ class SavedPolicy:
         return model.tokenizer, with_adapter(model.load(mesh), self.adapter)
 
     def trained_otherwise(self, agent: AgentConfig) -> list[str]:
-        """Return how this agent differs from the one of the run that made the policy.
+        """Return how an agent differs from the agent that the policy was trained with.
 
-        They may differ because a configuration beside a run replaces the run's own.
+        They may differ if the user gives a configuration in addition to a run directory, because
+        this configuration replaces the run's own. Returns one text for each difference.
         """
         if self.run is None:
             return []
@@ -85,18 +98,21 @@ class SavedPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(SavedPolicy):
-    """A policy that is evaluated, and the folder of its results."""
+    """A policy that is evaluated, and the folder `out` for its results."""
 
     out: RunPath
 
     def concurrency(self, config: Config) -> int:
-        """Return how many episodes are played at a time."""
+        """Return how many episodes are played at the same time."""
         return config.engine.max_num_seqs
 
     def open(
         self, config: Config, *, context_setting: str = ""
     ) -> "tuple[Tokenizer, ScoredGenerator]":
-        """Load the policy into an engine. `context_setting`: see `load`."""
+        """Load the policy into an engine, and return its tokenizer and a generator.
+
+        For `context_setting` see `load`.
+        """
         from flax import nnx
 
         from mujica_jax.inference.engine.factory import engine_mesh
@@ -115,7 +131,7 @@ class Checkpoint(SavedPolicy):
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
-        """Return what results say of the policy."""
+        """Return the description of the policy that is written into the results."""
         fields = {"checkpoint": self.place, "policy": self.version}
         if self.adapter is not None:
             fields["adapter"] = str(self.adapter)
@@ -123,7 +139,10 @@ class Checkpoint(SavedPolicy):
 
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:
-    """Replace `--init` by `--checkpoint`: it is another name of it, for models that are no run."""
+    """Replace the option `--init` by `--checkpoint` in command-line arguments.
+
+    `--init` is another name of this option, for models that are not from a run.
+    """
     return [
         "--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word
         for word in words
@@ -131,25 +150,27 @@ def init_as_checkpoint(words: Sequence[str]) -> list[str]:
 
 
 def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
-    """Find what `--checkpoint`, `--policy` and `--adapter` name.
+    """Find the policy that `--checkpoint`, `--policy` and `--adapter` name.
 
-    The files of a run are compared with their checksums. Raises UserError.
+    If the policy is from a run, its files are compared with their checksums. Raises UserError if
+    there is no such policy.
     """
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
     if (folder / "adapter_config.json").exists():
         raise UserError(
-            f"{folder} is an adapter: give --init the checkpoint it was trained on, and --adapter "
-            f"{folder}"
+            f"{folder} is an adapter: use --adapter {folder}, and give --init the checkpoint that "
+            "the adapter was trained on"
         )
     if is_run(folder):
         return _find_in_run(folder, policy=policy, adapter=adapter)
 
-    # A model that is no run.
+    # The folder holds a model that is not from a run.
     if policy is not None:
         raise UserError(
-            f"--policy is {policy} and {folder} is no run directory: leave --policy out"
+            f"--policy is {policy}, but {folder} is not a run directory and has no numbered "
+            "policies: leave --policy out"
         )
     name = checkpoint
     adapter_folder = None
@@ -167,16 +188,20 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
 
 
 def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) -> SavedPolicy:
-    """Find a policy of a run; `policy` None is the newest. Raises UserError."""
+    """Find a policy of a run. If `policy` is None, this is the newest one.
+
+    Raises UserError if the run has no such policy.
+    """
     if adapter is not None:
         raise UserError(
-            f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: "
-            "give --init the checkpoint that the adapter was trained on, or leave --adapter out"
+            f"--adapter is {adapter}, but {folder} is a run, and the policies of a run already "
+            "include their adapters: give --init the checkpoint that the adapter was trained on, "
+            "or leave --adapter out"
         )
     store = Store(folder)
     version = max(store.policies(), default=None) if policy is None else policy
     if version is None:
-        raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
+        raise UserError(f"{folder} has no policy yet: continue the run until its warm-up is done")
     return SavedPolicy(
         name=f"policy {version}",
         model=store.policy_path(version) / "model",
@@ -189,12 +214,13 @@ def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) ->
 def is_run(folder: RunPath) -> bool:
     """Return whether a folder is a run directory.
 
-    A run's config.json holds `config`; that of a Hugging Face directory is the model's own.
+    Run directories and Hugging Face directories both have a file config.json. Only the one of a run
+    has the key `config`.
     """
     file = folder / "config.json"
     return file.exists() and isinstance(read_object(file).get("config"), dict)
 
 
 def read_object(file: RunPath) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError where the file holds none."""
+    """Read a JSON object from a file. Raises UserError if the file does not hold one."""
     return json_object(file.read_bytes(), file, "restore it or choose another --checkpoint")

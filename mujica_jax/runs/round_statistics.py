@@ -1,6 +1,6 @@
-"""Early warnings from a round's trajectories about the policy that sampled them.
+"""Statistics of a round's trajectories, which warn early if the policy goes wrong.
 
-docs/reference/metrics.md explains them (`mygo`).
+docs/reference/metrics.md explains each number (section `mygo`).
 """
 
 import collections
@@ -19,11 +19,14 @@ def round_statistics(
     *,
     best_reward: float,
 ) -> dict[str, float | int]:
-    """Return the numbers of one round.
+    """Return the statistics of one round, by the names that metrics.jsonl uses.
 
-    Shares are of trajectories, unless they name something else; 0 where there is nothing.
-    `trajectories` counts all that were sampled. Every other number leaves out those that could not
-    be rewarded, which `left_out` counts.
+    `trajectories` are all that were sampled, and `kept_trajectories` those that are learnt. Shares
+    are between 0 and 1, and a share of nothing is 0. They are shares of the trajectories, unless
+    the name says otherwise (`unsolved_questions`; `duplicates` is a share of the kept ones).
+
+    `left_out` counts the trajectories without a reward, because a search or the judge failed. Only
+    `trajectories` includes them; every other statistic is computed without them.
     """
     num_sampled = len(trajectories)
     trajectories = rewarded(trajectories)
@@ -40,7 +43,8 @@ def round_statistics(
         trajectory.question_id for trajectory in trajectories if trajectory.reward >= best_reward
     }
 
-    # Repeated first conversations, and turns that search.
+    # How many kept trajectories repeat another one's first conversation, and how many searches
+    # a turn makes.
     first_conversations = {
         (trajectory.question_id, tuple(trajectory.conversations[0].token_ids))
         for trajectory in kept_trajectories
@@ -74,7 +78,7 @@ def round_statistics(
 
 
 def entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean of -log p of the sampled tokens, by the engine.
+    """Return the mean of -log p over the sampled tokens, in nats, as the engine computes p.
 
     It estimates the entropy of the engine's policy at temperature 1.
     """
@@ -87,50 +91,54 @@ def entropy(trajectories: Sequence[Trajectory]) -> float:
 
 
 def in_words(statistics: dict[str, float | int]) -> str:
-    """Return the numbers of a round as one line for the console."""
+    """Return the statistics of a round as one line for the console."""
     attempts = ""
     if statistics["accepted"]:
-        attempts = f", {statistics['attempts_a_kept']:.1f} attempts for each"
+        attempts = f" ({statistics['attempts_a_kept']:.1f} attempts per kept trajectory)"
     left_out = ""
     if statistics["left_out"]:
         left_out = f", {statistics['left_out']} left out because a search or the judge failed"
-    quantiles = ", ".join(f"{statistics[name]:.2f}" for name in REWARD_QUANTILES)
     return (
-        f"{statistics['accepted']} of {statistics['trajectories']} kept{attempts}{left_out}; mean "
-        f"reward {statistics['mean_reward']:.2f} ({quantiles}), "
-        f"{statistics['unsolved_questions']:.0%} of the questions unsolved, "
-        f"{statistics['format_failures']:.0%} malformed, {statistics['duplicates']:.0%} of the "
-        f"kept repeated, entropy {statistics['entropy']:.2f}, {statistics['searches']:.1f} "
-        f"searches, {statistics['searches_a_turn']:.1f} a turn"
+        f"kept {statistics['accepted']} of {statistics['trajectories']} trajectories"
+        f"{attempts}{left_out}; mean reward of first attempts {statistics['mean_reward']:.2f}; "
+        f"reward of all attempts: 10th percentile {statistics['reward_p10']:.2f}, "
+        f"median {statistics['reward_p50']:.2f}, "
+        f"90th percentile {statistics['reward_p90']:.2f}; "
+        f"{statistics['unsolved_questions']:.0%} of questions unsolved; "
+        f"{statistics['format_failures']:.0%} of trajectories malformed; "
+        f"{statistics['duplicates']:.0%} of kept trajectories are duplicates; "
+        f"entropy {statistics['entropy']:.2f} nats per token; "
+        f"{statistics['searches']:.1f} searches per trajectory, "
+        f"{statistics['searches_a_turn']:.1f} per turn that searches"
     )
 
 
 def advice(trajectories: Sequence[Trajectory]) -> str:
-    """Return what to change where nothing of a round is kept, by the commonest end of episodes."""
+    """Return what to change if a round keeps nothing, judged by how most of its episodes ended."""
     num_sampled = len(trajectories)
     trajectories = rewarded(trajectories)
     stop_reasons = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
     if num_sampled and not stop_reasons:
         return (
-            f"A search or the judge failed in all {num_sampled} of them: check that the retriever "
-            "and the judge answer"
+            f"A search or the judge failed in all {num_sampled} trajectories: check that the "
+            "retriever and the judge answer"
         )
     if not stop_reasons:
-        return "It sampled nothing: raise sampling.questions_per_round"
+        return "The round sampled nothing: raise sampling.questions_per_round"
 
     commonest, number = stop_reasons.most_common(1)[0]
     if commonest in (StopReason.TURN_LENGTH, StopReason.TRAJECTORY_LENGTH):
         return (
-            f"{number} of them ended as {commonest}: raise agent.max_turn_tokens or "
-            "agent.max_trajectory_tokens"
+            f"{number} of {len(trajectories)} trajectories ended with {commonest}: raise "
+            "agent.max_turn_tokens or agent.max_trajectory_tokens"
         )
     if stop_reasons[StopReason.ANSWERED] / len(trajectories) < 0.5:
         return (
-            f"{number} of them ended as {commonest}: the policy does not know the format, raise "
-            "warmup.steps"
+            f"{number} of {len(trajectories)} trajectories ended with {commonest}: the policy does "
+            "not know the format yet, so raise warmup.steps"
         )
     best_reward = max(trajectory.reward for trajectory in trajectories)
     return (
-        f"Most of them answered, and earned {best_reward:.2f} at most: raise method.max_attempts "
-        "or warmup.steps, or what a reward of your own gives at best"
+        f"Most trajectories ended with an answer, but the best reward was {best_reward:.2f}: raise "
+        "method.max_attempts or warmup.steps. If you use your own reward, check its best value"
     )

@@ -1,6 +1,6 @@
-"""The parts of one training run: what every recipe is given.
+"""The `Run` object: all parts of one training run.
 
-A recipe (`methods/`) receives a `Run` and calls functions with it:
+A recipe (a training method in `methods/`) receives a `Run` and passes it to these functions:
 
 | step | functions |
 |---|---|
@@ -9,9 +9,10 @@ A recipe (`methods/`) receives a `Run` and calls functions with it:
 | commit | `runs.versions.commit_policy`, `use_policy` |
 | evaluate | `runs.evaluation.finish` |
 
-Each step leaves its result in the run directory before the next one begins, and finds it there
-after a restart. So a killed run repeats at most one shard of episodes, the steps since the last
-checkpoint, or one evaluation, and ends with the same numbers.
+Each step stores its result in the run directory before the next step begins. After a restart the
+step reads the stored result instead of computing it again. A run that was killed therefore repeats
+at most one shard of episodes, the training steps since the last checkpoint, or one evaluation. It
+ends with the same numbers as a run that was never killed.
 """
 
 import contextlib
@@ -48,14 +49,14 @@ Section = TypeVar("Section")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reports:
-    """Where a run reports what it does: on the console and in the metrics files."""
+    """The two outputs of a run: its progress on the console, and its metrics in files."""
 
     progress: Progress
     metrics: MetricsLog | NoMetrics
 
 
 class Run:
-    """The parts of a run. They are made once, by `runs.setup`."""
+    """The parts of a run. `runs.setup` makes one `Run` for each start of a training run."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class Run:
     ) -> None:
         """Make the parts that the configuration describes.
 
-        `model.load` is called without arguments, and nothing here keeps the arrays that it brings.
-        `reserved_bytes` of each chip are for all but keys and values.
+        `model.load` is called without arguments, and nothing here keeps the arrays that it returns.
+        `reserved_bytes` is the memory of each chip, in bytes, that the engine leaves free for
+        everything except its cache of keys and values.
         """
         self.config = config
         self.store = store
@@ -80,16 +82,17 @@ class Run:
         self.progress = reports.progress
         self.metrics = reports.metrics
         self.preemption = preemption
-        self.decoder = model.decoder  # without its arrays
+        # The structure of the model, without its arrays. `load_decoder` returns it with its arrays.
+        self.decoder = model.decoder
         self.load_decoder: Callable[[], Decoder] = model.load
 
-        # What plays and rewards episodes.
+        # The parts that play episodes and reward them.
         self.agent = make_agent(config.agent, self.tokenizer)
         self.faults = FaultGuard(config.faults)
         judge = open_judge(config, RunVerdicts(store), out=store.root)
         self.reward = make_reward(config, task.rule, judge)
 
-        # What learns and samples.
+        # The parts that learn, and the engine that samples.
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(self.decoder.config, config.trainer)
         self.generator = make_generator(self.decoder, config, self.tokenizer, reserved_bytes)
@@ -97,15 +100,19 @@ class Run:
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, self.progress.line)
 
-        # Called some times a second while episodes are played.
+        # A function that is called a few times per second while episodes are played.
         self.on_poll: Callable[[], None] = lambda: None
-        # A hash of the weights that adapters are trained on; empty until they were loaded.
+        # A hash of the base weights that adapters are trained on. Empty until they are loaded.
         self.base_fingerprint = ""
-        # The phase whose checkpoint the run would go on from.
+        # The name of the newest phase. After a restart the run continues from its checkpoint.
         self.newest_phase = ""
 
     def initial_state(self) -> TrainState:
-        """Load what the run starts from, with the adapter that training goes on from, if any."""
+        """Return the training state that the run starts from.
+
+        It holds the configured checkpoint, or random weights. If the configuration names an
+        adapter, the adapter's weights are loaded too.
+        """
         decoder = self.load_decoder()
         state = self.trainer.initial_state(decoder, seed=self.config.seed)
         adapter = open_adapter(self.config, decoder)
@@ -117,9 +124,9 @@ class Run:
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Write one line of metrics about the engine's work in this block.
+        """Write one line of metrics about the work that the engine does in this block.
 
-        Its numbers are zero if everything was on disk already.
+        The numbers are zero if the block reads everything from disk.
         """
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
@@ -127,17 +134,18 @@ class Run:
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
     def poll(self) -> None:
-        """Check whether to end; called some times a second while episodes are played.
+        """Check whether the run was asked to stop, and call `on_poll`.
 
-        Raises PreemptedError when asked to end.
+        This is called a few times per second while episodes are played. Raises PreemptedError if
+        the run was asked to stop.
         """
         self.preemption.check()
         self.on_poll()
 
 
 def method_of(run: Run, kind: type[Section]) -> Section:
-    """Return the method's section of the configuration, which is of this kind."""
+    """Return the `method` section of the configuration, after checking that its class is `kind`."""
     assert isinstance(run.config.method, kind), (
-        f"method {run.config.method.kind} is not run by this file"
+        f"the method is {run.config.method.kind}, and this recipe needs a {kind.__name__}"
     )
     return run.config.method

@@ -1,9 +1,9 @@
-"""Sample: play episodes in units of work, and keep what they give in the run directory.
+"""Sample: play episodes in units of work, and store their trajectories in the run directory.
 
-A unit of work is a shard's worth of episodes. It is a function of its attempts and the policy, so
-it does not matter who plays it: this start or an earlier one, this host or another one. A shard is
-played once, and read wherever it is needed later. `DONE.json` lists the shards of a round that is
-over.
+A unit of work is the set of episodes that are stored together in one shard. Its result depends only
+on its attempts and on the policy. It therefore does not matter which process plays the unit, on
+which host, or after how many restarts. A unit is played once; whoever needs its trajectories later
+reads the shard. When all units of a round are played, `DONE.json` lists the round's shards.
 """
 
 import asyncio
@@ -31,10 +31,12 @@ from mujica_jax.storage.run_directory import RunDirectory
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import ShardEntry, shard_name
 
-AWAIT_SECONDS = 0.5  # between two looks for what other programs sample
-KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
+# Seconds between two checks for a shard that another program samples.
+AWAIT_SECONDS = 0.5
+KEPT_SHARDS = "finished shards are kept, and the current shard is sampled again"
 
-# Plays its episodes, passes each on, and leaves a shard.
+# A function that plays the episodes of a unit, calls its argument with each trajectory, and stores
+# the shard.
 Unit = Callable[[OnEpisode], object]
 
 
@@ -51,14 +53,15 @@ def play_attempts(
     agent: Agent | None = None,
     concurrency: int | None = None,
 ) -> tuple[ShardEntry, list[Trajectory]]:
-    """Play a unit of work and write its shard, or read the shard that an earlier run left.
+    """Play a unit of work and store its shard, or read the shard if it is already stored.
 
-    `concurrency` is the number of episodes at a time, where another model than the engine's
-    writes.
+    `on_episode` is called with each trajectory. `agent` plays the episodes (None: the run's agent).
+    `concurrency` is the number of episodes that are played at the same time (None: the number of
+    sequences that the engine decodes at the same time).
     """
 
     def next_wave(played: Sequence[Trajectory]) -> Sequence[Attempt]:
-        """Return all attempts, once."""
+        """Return all attempts at the first call, and none at the second."""
         return () if played else attempts
 
     entry, trajectories = play_waves(
@@ -70,7 +73,7 @@ def play_attempts(
         agent=agent,
         concurrency=concurrency,
     )
-    assert entry is not None, "a unit of work has attempts"
+    assert entry is not None, "a unit of work needs at least one attempt"
     return entry, trajectories
 
 
@@ -84,15 +87,17 @@ def play_waves(
     agent: Agent | None = None,
     concurrency: int | None = None,
 ) -> tuple[ShardEntry | None, list[Trajectory]]:
-    """Play a unit of work whose attempts depend on those before.
+    """Play a unit of work in waves, where later attempts depend on the results of earlier ones.
 
-    `wave(trajectories so far)` returns the next attempts, or none at the end.
+    `wave` takes the unit's trajectories so far and returns the attempts of the next wave. If it
+    returns none, the unit is over. For the other arguments see `play_attempts`.
 
-    The engine's slots are emptied first, so that a unit is a function of its attempts and the
-    policy alone. For the same reason a preemption keeps nothing of the unit under way: its
-    rest, played without the others, would be rounded differently. What is returned is what the
-    store holds, because another process may have been first. The entry is None if there was
-    nothing to play.
+    The engine's cache is cleared first, so that the result depends only on the attempts and the
+    policy. For the same reason a preempted unit is played again from its beginning: if only the
+    missing episodes were played, they would run in other batches and round differently.
+
+    Returns the shard's entry and its trajectories as they are stored, because another process may
+    have stored the shard first. The entry is None if there was nothing to play.
     """
 
     def play() -> list[Trajectory]:
@@ -121,9 +126,10 @@ def read_or_play(
     play: Callable[[], list[Trajectory]],
     on_read: OnEpisode = lambda trajectory: None,
 ) -> tuple[ShardEntry | None, list[Trajectory]]:
-    """Read the unit of work that an earlier run left, or play it and return what is stored.
+    """Read a unit of work from its shard, or call `play` and store the shard.
 
-    Each trajectory that is read is passed to `on_read`.
+    Returns the shard's entry with the stored trajectories. `on_read` is called with each trajectory
+    that was read instead of played.
     """
     entry = intact_shard(run, round_number, shard)
     if entry is not None:
@@ -143,9 +149,9 @@ def read_or_play(
 def await_shard(
     run: Run, round_number: int, shard: int, on_episode: OnEpisode
 ) -> tuple[ShardEntry, list[Trajectory]]:
-    """Wait for a unit of work that another program plays, and read it.
+    """Wait until another program has stored a unit of work, and return its entry and trajectories.
 
-    A damaged one is waited for again.
+    A damaged shard is set aside, and the wait continues.
     """
     entry = intact_shard(run, round_number, shard)
     while entry is None:
@@ -161,7 +167,7 @@ def await_shard(
 def read_shards(run: Run, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
     """Return the trajectories of a finished round.
 
-    If a shard is damaged or missing, return None: the round is open again.
+    Returns None if a shard is damaged or missing: the round has to be sampled again in part.
     """
     trajectories: list[Trajectory] = []
     is_intact = True
@@ -175,7 +181,10 @@ def read_shards(run: Run, entries: Sequence[ShardEntry]) -> list[Trajectory] | N
 
 
 def intact_shard(run: Run, round_number: int, shard: int) -> ShardEntry | None:
-    """Find a shard in the store. A damaged one is set aside and counts as missing."""
+    """Return the entry of a stored shard; None if it is missing or damaged.
+
+    A damaged shard is set aside.
+    """
     try:
         return run.store.find_shard(round_number, shard)
     except StoreError as damage:
@@ -184,19 +193,22 @@ def intact_shard(run: Run, round_number: int, shard: int) -> ShardEntry | None:
 
 
 def _set_aside(run: Run, name: str, damage: StoreError) -> None:
+    """Move a damaged shard out of its round, and say so on the console."""
     reason = run.store.quarantine(name, str(damage))
     run.progress.line(
-        f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}"
+        f"{name} is damaged and will be sampled again; the damaged file is kept in "
+        f"{reason.parent}. {damage}"
     )
 
 
-# --- units that the hosts of a job share ---
+# --- units of a job with several hosts ---
 
 
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
-    """Play this process's part of the units, and wait for the parts of the others.
+    """Play this process's part of the units, and wait until all processes have played theirs.
 
-    All units are in the store then. With one process nothing is played here.
+    Afterwards all units are in the store. If the job has only one process, this does nothing: the
+    caller plays the units.
     """
     if distributed.processes() == 1:
         return
@@ -213,9 +225,10 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 def gather(
     store: RunDirectory, name: str, own_trajectories: Sequence[Trajectory]
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of all processes.
+    """Return the trajectories of all processes, in their order before they were distributed.
 
-    They come in the order in which `distributed.shard_for_process` dealt them out.
+    `distributed.shard_for_process` distributed the work. Each process stores its own trajectories
+    in a file, waits for the others, and reads all files. `name` is part of the files' names.
     """
     num_processes = distributed.processes()
     if num_processes == 1:
@@ -239,14 +252,20 @@ def gather(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishedRound:
-    """The samples of a round that an earlier start finished."""
+    """The trajectories of a round that an earlier start of the run finished sampling.
+
+    `threshold` is the round's K; None if the method has no threshold.
+    """
 
     trajectories: list[Trajectory]
-    threshold: float | None  # K, of a method that has one
+    threshold: float | None
 
 
 def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
-    """Return one try at a question in a round, with the seed of the round."""
+    """Return one attempt at a question, with the round's seed and the sampling temperature.
+
+    `number` counts the attempts at this question in the round, from 0.
+    """
     return Attempt(
         question=question,
         number=number,
@@ -258,29 +277,35 @@ def attempt(run: Run, question: Question, number: int, round_number: int) -> Att
 def questions_a_round(run: Run, name: str) -> int:
     """Return how many questions a round samples.
 
-    It is the configured number. Where there are fewer training questions, it is all of them, and a
-    line says so.
+    This is `sampling.questions_per_round`, or the number of training questions if that is smaller.
+    In the second case a line on the console says so. It begins with `name`.
     """
     configured = run.config.sampling.questions_per_round
     available = len(run.task.questions("train"))
     if available < configured:
         run.progress.line(
-            f"{name}: all {available} training questions; sampling.questions_per_round is "
-            f"{configured}"
+            f"{name}: sampling.questions_per_round is {configured}, but there are only {available} "
+            "training questions; the round uses all of them"
         )
     return min(configured, available)
 
 
 @contextlib.contextmanager
 def sampling_stage(run: Run, name: str, number: int, *, total: int, unit: str) -> Iterator[Stage]:
-    """Show the progress of a round's sampling, in `unit`s, and write its line of metrics."""
+    """Show the progress of sampling a round, and write the round's line of sampling metrics.
+
+    `total` is the number of units to do, and `unit` is what they are called on the console.
+    """
     stage = run.progress.stage(name, total=total, unit=unit, live=run.counters.figures)
     with run.counted(SAMPLING, number), stage as shown:
         yield shown
 
 
 def finished_round(run: Run, number: int) -> FinishedRound | None:
-    """Return what an earlier start sampled; None where the round is open."""
+    """Return the trajectories of a round that was already sampled.
+
+    Returns None if the round is not finished, or if one of its shards is damaged.
+    """
 
     def read() -> FinishedRound | None:
         done = run.store.read_done(number)
@@ -302,9 +327,9 @@ def close_round(
     mean_reward: float,
     threshold: float | None = None,
 ) -> None:
-    """Write down that a round is sampled, and which shards it has."""
+    """Mark a round as sampled. The mark lists its shards, mean reward and threshold."""
     if not distributed.is_primary():
         return
-    # A resumed run finds the round closed and does not write its line of metrics again.
+    # Write the metrics first: a restart skips a marked round, and would not write them again.
     run.metrics.flush()
     run.store.write_done(number, entries, mean_reward=mean_reward, threshold=threshold)

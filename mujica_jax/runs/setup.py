@@ -1,6 +1,7 @@
 """Open a run: check its configuration, then make or reload its parts.
 
-The configuration is checked against the machine and the task.
+The configuration is checked against the machine, the task and the model. Errors that can be found
+before the run directory is made are reported before that.
 """
 
 import contextlib
@@ -50,8 +51,9 @@ from mujica_jax.tasks.content import (
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
-CONTENT = "questions.json"  # in a run directory: what its task asks and searches
-# Fields of a configuration that may differ at a restart.
+# The file in a run directory that records which questions the task asks and what it searches.
+CONTENT = "questions.json"
+# The fields of the section `judge` that may change when a run is restarted.
 JUDGE_ADDRESS = (
     "base_url",
     "api_key_variable",
@@ -59,6 +61,7 @@ JUDGE_ADDRESS = (
     "timeout_seconds",
     "deadline_seconds",
 )
+# All fields of a configuration that may change when a run is restarted.
 IGNORED = (
     "run",
     "keep_policies",
@@ -67,8 +70,10 @@ IGNORED = (
     "distributed",
     "sampling.workers",
     "faults",
-    "task.index_rows",  # of earlier releases
-    # A mistake in it is found when the engine is made, and mended for the same run.
+    # Only earlier releases have this field.
+    "task.index_rows",
+    # A mistake in this field is only found when the engine is made. It may be corrected without
+    # starting a new run.
     "engine.factory",
     *(f"judge.{field}" for field in JUDGE_ADDRESS),
 )
@@ -76,10 +81,10 @@ IGNORED = (
 
 @contextlib.contextmanager
 def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
-    """Open the run in `directory`, new or begun before. Its metrics files are closed at the end.
+    """Open the run in `directory`, a new one or one that was started before.
 
-    What can be refused is refused before the directory is made, which remembers the configuration
-    it was begun with.
+    The configuration is checked before a new directory is made, because the directory stores the
+    configuration that it was started with. The metrics files are closed when the block ends.
     """
     start = _check(config, directory)
     store, progress = _open_directory(config, start.task, directory)
@@ -95,17 +100,25 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Start:
-    """The parts that a configuration was checked against."""
+    """The parts that are made while the configuration is checked.
+
+    Attributes:
+        task: The task with its questions.
+        mesh: The devices that the trainer uses.
+        model: The checkpoint that the run starts from. None: the run starts from random weights.
+        reserved_bytes: The memory of each chip, in bytes, that the run needs for everything except
+            the engine's cache of keys and values.
+    """
 
     task: Task
     mesh: Mesh
-    model: StartingModel | None  # None: the model is drawn at random
-    reserved_bytes: int  # of each chip, for all but keys and values
+    model: StartingModel | None
+    reserved_bytes: int
 
 
 def _check(config: Config, directory: RunPath) -> _Start:
     """Check the configuration against the machine, the task and the model. Writes nothing."""
-    # The machine and the task.
+    # Check the machine and the task.
     require_packages(config)
     use_compilation_cache()
     _check_machine(config)
@@ -116,7 +129,7 @@ def _check(config: Config, directory: RunPath) -> _Start:
     _check_reward(config, task, directory)
     _check_start(config, task)
 
-    # The model: a checkpoint, or the size of one from scratch.
+    # Check the model: a checkpoint, or the configured size of a model from scratch.
     model = _open_checkpoint(config, task) if config.init else None
     if model is None:
         size = decoder_config(config, config.model.vocab_tokens, ())
@@ -127,7 +140,10 @@ def _check(config: Config, directory: RunPath) -> _Start:
 
 
 def _open_directory(config: Config, task: Task, directory: RunPath) -> tuple[Store, Progress]:
-    """Open or make the run directory, and print what is done already and what is asked."""
+    """Open or make the run directory.
+
+    Print how many phases are already finished, and notes about the task's questions.
+    """
     sections = dataclasses.asdict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, sections))
     distributed.primary_first("the questions", lambda: check_content(store, config, task))
@@ -135,7 +151,7 @@ def _open_directory(config: Config, task: Task, directory: RunPath) -> tuple[Sto
     progress.line(f"run directory: {directory}")
     num_phases = sum(name.endswith(".json") for name in store.names(phases.PHASES))
     if num_phases and not store.exists(SUMMARY):
-        progress.line(f"goes on; phases that are done: {num_phases}")
+        progress.line(f"continuing this run; finished phases: {num_phases}")
     for sentence in about_questions(task):
         progress.line(sentence)
     return store, progress
@@ -149,7 +165,7 @@ def _build(
     reports: Reports,
     preemption: Preemption,
 ) -> Iterator[Run]:
-    """Make the parts of the run, and close them at its end."""
+    """Make the parts of the run, and close them when the block ends."""
     model = start.model or new_model(config, start.task, store)
     mesh = start.mesh if start.mesh.size > 1 else None
     run = Run(
@@ -167,17 +183,17 @@ def _build(
 
 
 def _check_machine(config: Config) -> None:
-    """Check that the devices run the attention kernel and compute in the configured types.
+    """Check that the devices support the configured attention kernel and number types.
 
-    This comes before a checkpoint is read.
+    This is checked before a checkpoint is read.
     """
     check_platform(config.trainer.attention)
     check_dtypes(config)
 
 
 def _open_checkpoint(config: Config, task: Task) -> StartingModel:
-    """Open the checkpoint that the run starts from, and check that prompts and adapter fit it."""
-    assert config.init is not None, "the configuration was checked to name a checkpoint"
+    """Open the checkpoint that the run starts from, and check that prompts and adapter suit it."""
+    assert config.init is not None, "this is only called if the configuration names a checkpoint"
     model = open_model(config.init, config.trainer.dtype)
     further_prompts: list[PromptMode] = []
     if config.warmup.source == "few_shot" and config.warmup.steps:
@@ -189,11 +205,13 @@ def _open_checkpoint(config: Config, task: Task) -> StartingModel:
 
 
 def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
-    """Check that trainer and engine can hold a model of this size.
+    """Check that trainer and engine can run a model of this size.
 
-    Returns the bytes of each chip that are for all but keys and values.
+    Returns how many bytes of each chip the run needs for everything except the engine's cache of
+    keys and values.
     """
-    if mesh.size > 1:  # the model can be split over it
+    # Check that the model can be sharded over the mesh.
+    if mesh.size > 1:
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     check_rank(size, config.trainer.lora_rank)
     check_engine(
@@ -210,7 +228,7 @@ def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
 def _open_metrics(
     config: Config, store: Store
 ) -> contextlib.AbstractContextManager[MetricsLog | NoMetrics]:
-    """Open the metrics files. Only the first process writes some."""
+    """Open the metrics files. Only the first process writes metrics."""
     if distributed.is_primary():
         return MetricsLog(
             store.root, store.io_statistics, config.metrics, dataclasses.asdict(config)
@@ -219,10 +237,10 @@ def _open_metrics(
 
 
 def open_sampling(config: Config, store: Store, preemption: Preemption, progress: Progress) -> Run:
-    """Open a run as a sampling worker needs it.
+    """Open a run for a sampling worker.
 
-    Its engine is on this host's devices, and its policies come from the run directory, of which at
-    least one is committed.
+    The engine uses this host's devices. The policies come from the run directory, where at least
+    one must be committed.
     """
     use_compilation_cache()
     own_devices = dataclasses.replace(
@@ -251,10 +269,11 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
 
 
 def _check_memory(config: Config, size: DecoderConfig) -> int:
-    """Return the bytes that the run keeps on each chip beside keys and values.
+    """Return how many bytes of each chip the run needs, without the engine's keys and values.
 
-    Raises UserError where they exceed a chip. For devices whose memory nobody has published it is
-    0. The step is compiled for it, and stands in the cache later.
+    Returns 0 if the memory of this kind of device is not known. Raises UserError if the run does
+    not fit. The training step is compiled to measure it. Training later finds the compiled step in
+    the compilation cache.
     """
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
@@ -262,7 +281,8 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
     trainer = Trainer(size, config.trainer)
     step = trainer.lower_step().compile().memory_analysis()
     statistics = jax.local_devices()[0].memory_stats() or {}
-    used_bytes = statistics.get("bytes_in_use", 0)  # the task's embedder and index
+    # So far the chip only holds the task's embedder and index.
+    used_bytes = statistics.get("bytes_in_use", 0)
     memory_phases = memory.phases(
         config,
         size,
@@ -276,9 +296,9 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
 
 
 def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
-    """Check that the reward's embedder is there and that its judge answers.
+    """Check that the reward's embedder can be loaded and that its judge answers.
 
-    The judge of a finished run is not asked: it gives no more rewards.
+    The judge of a finished run is not checked, because the run needs no more rewards.
     """
     judge = open_judge(config, None, out=directory)
     make_reward(config, task.rule, judge)
@@ -287,55 +307,59 @@ def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
 
 
 def _check_start(config: Config, task: Task) -> None:
-    """Check that the configuration is made for what the run starts from."""
+    """Check that the configuration suits the start of the run: a checkpoint or random weights."""
     has_demonstrations = bool(config.warmup.steps or config.eval.control)
     is_scripted = config.warmup.source == "scripted" and has_demonstrations
     if is_scripted or not config.init:
         from_scratch(task)
     if config.warmup.source == "few_shot" and not config.init:
         raise UserError(
-            "warmup.source is few_shot and init is None: a random model answers nothing, so name a "
-            "checkpoint with --init, or use --warmup.source scripted"
+            "warmup.source is few_shot, but no checkpoint is given, and a model with random "
+            "weights cannot answer questions: name a checkpoint with --init, or use "
+            "--warmup.source scripted"
         )
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
-            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a "
-            "model that has learnt something, so name its checkpoint with --init, or leave the "
-            "rank at 0"
+            f"trainer.lora_rank is {config.trainer.lora_rank}, but no checkpoint is given, and "
+            "adapters only make sense for a trained model: name a checkpoint with --init, or set "
+            "trainer.lora_rank to 0"
         )
     if config.adapter and not config.init:
         raise UserError(
-            f"adapter is {config.adapter} and init is None: name the checkpoint that it corrects "
-            "with --init"
+            f"adapter is {config.adapter}, but no checkpoint is given: name the checkpoint that "
+            "the adapter was trained on with --init"
         )
     if config.init and config.pretraining.steps:
         raise UserError(
-            f"init is {config.init} and {config.name} pre-trains for {config.pretraining.steps} "
-            "steps: its learning rates are for a model from scratch, so use a configuration for "
-            "checkpoints, as configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates "
-            "of your own"
+            f"init is {config.init}, but the configuration {config.name} pre-trains for "
+            f"{config.pretraining.steps} steps, and its learning rates are for a model from "
+            "scratch: use a configuration for checkpoints, such as "
+            "configs/two_wiki_text_smollm2.py, or set --pretraining.steps 0 and your own learning "
+            "rates"
         )
 
 
 def _open_shared(directory: RunPath, sections: dict[str, Any]) -> Store:
-    """Open the run as its first process began it.
+    """Open the run directory that the job's first process has opened or made.
 
-    A process that does not see it would train on a disk of its own, and is refused.
+    Raises UserError if this process does not see that directory. Otherwise it would train in a
+    directory of its own on another disk.
     """
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
-            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, "
-            "which process 0 has begun: give a --run directory that all hosts share"
+            f"process {distributed.process()} on {distributed.host()} finds no run in {directory}, "
+            "although process 0 has started one there: give a --run directory that all hosts share"
         )
     return open_run(directory, sections, ignore=IGNORED)
 
 
 def check_content(store: Store, config: Config, task: Task) -> None:
-    """Check that the task's questions, and what it searches, are those that the run was begun with.
+    """Check that the task's questions and search data are the same as when the run was started.
 
-    The first start writes them down. Rounds and evaluations of a run are about its own questions:
-    with others, what it has played would be scored against answers to something else. Raises
-    RunMismatchError.
+    The first start of the run stores their counts and checksums. If the questions changed later,
+    stored trajectories would be scored against the answers of other questions.
+
+    Raises RunMismatchError if they changed.
     """
     train_questions = task.questions("train")
     eval_questions = task.questions(config.eval.split)[: config.eval.questions]
@@ -363,15 +387,17 @@ def check_content(store: Store, config: Config, task: Task) -> None:
             or config.task.kind
         )
         raise RunMismatchError(
-            f"{store.root} was begun with other data than {place} holds now (count and checksum): "
-            f"{'; '.join(differences)}; give the same data or choose another --run directory"
+            f"{store.root} was started with other data than {place} holds now (count and "
+            f"checksum): {'; '.join(differences)}; give the same data, or choose another --run "
+            "directory"
         )
 
 
 def _reads_own_paragraphs(config: Config) -> bool:
-    """Return whether training reads the paragraphs that come with its questions.
+    """Return whether training uses the paragraphs that come with the questions.
 
-    They are what is searched, or EviPath's pool.
+    This is the case if the agent searches these paragraphs, or if EviPath draws distractors from
+    them.
     """
     is_distractor = getattr(config.task, "setting", None) == "distractor"
     return is_distractor or getattr(config.method, "distractors", None) == "own"
@@ -379,12 +405,12 @@ def _reads_own_paragraphs(config: Config) -> bool:
 
 @contextlib.contextmanager
 def _served(run: Run) -> Iterator[None]:
-    """Serve the engine's counters to Prometheus, if the configuration names a port."""
+    """Serve the engine's counters to Prometheus during a block, if `metrics.port` is set."""
     if not run.config.metrics.port:
         yield
         return
     port, close = serve_metrics(run.counters, port=run.config.metrics.port)
-    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    run.progress.line(f"counters of the engine, for Prometheus: http://127.0.0.1:{port}/metrics")
     try:
         yield
     finally:
@@ -394,7 +420,8 @@ def _served(run: Run) -> Iterator[None]:
 def build_task(config: Config, *, learns: bool = True) -> Task:
     """Build the configured task, and check that it has questions.
 
-    The split that is evaluated has some, and where a run `learns` the training split has some.
+    The evaluated split needs questions. If the run `learns`, the training split needs them too.
+    Raises UserError if a split is empty.
     """
     task = implementation(config.task)(config.task)
     eval_split = config.eval.split
@@ -404,32 +431,35 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
     if not num_evaluated and not learns:
         raise UserError(
             f"task {task.name} has no {eval_split} questions: choose another --eval.split, or "
-            "change the share that is held out"
+            "change the share of questions that is held out"
         )
     if learns and not (num_training and num_evaluated):
         hint = "" if num_training else without_training(task)
         raise UserError(
-            f"task {task.name} has {num_training} training and {num_evaluated} {eval_split} "
-            "questions and needs both: give it more data or change the share that is held "
-            f"out{hint}"
+            f"task {task.name} has {num_training} training questions and {num_evaluated} "
+            f"{eval_split} questions, and training needs both: give it more data, or change the "
+            f"share of questions that is held out{hint}"
         )
     return task
 
 
 def without_training(task: Task) -> str:
-    """Return why official files alone may leave nothing to train on, as the end of a sentence."""
+    """Return the end of an error message that explains why there are no training questions.
+
+    It is empty for tasks without official dev files.
+    """
     if not hasattr(getattr(task, "config", None), "split_dev_files"):
         return ""
     return (
-        ". Questions of files dev* are never trained on: add train*, or on a sample of the set "
-        "give --task.split-dev-files True"
+        ". Questions in files called dev* are never trained on: add files called train*, or set "
+        "--task.split-dev-files True if your files are only a sample of the dataset"
     )
 
 
 def about_questions(task: Task) -> list[str]:
-    """Return sentences to show before questions are asked.
+    """Return notes about the task's questions, to print at the start.
 
-    They say which questions are left out, and what is special about the others.
+    They say how many questions are left out, and what is special about the others.
     """
     sentences = []
     if left_out(task):
@@ -442,7 +472,7 @@ def about_questions(task: Task) -> list[str]:
 
 
 def left_out(task: Task) -> str:
-    """Return a sentence about questions that cannot be asked; empty where all can be asked."""
+    """Return a sentence about questions that cannot be asked; empty if all can be asked."""
     names = getattr(task, "left_out", ())
     if not names:
         return ""
@@ -450,13 +480,13 @@ def left_out(task: Task) -> str:
     if len(names) > 3:
         examples += ", ..."
     return (
-        f"{len(names)} questions cannot be asked ({examples}): they do not say what they need, or "
-        "graph, corpus or their own passages lack it"
+        f"{len(names)} questions cannot be asked ({examples}): they lack required fields, or the "
+        "graph, the corpus or their own passages do not contain what they need"
     )
 
 
 def require_packages(config: Config) -> None:
-    """Check that the optional packages that the configuration asks for are installed."""
+    """Check that the optional packages that the configuration needs are installed."""
     if config.engine.weights != "compute":
         import_extra("qwix", f"engine.weights {config.engine.weights}")
     if config.metrics.wandb != "off":
@@ -464,16 +494,18 @@ def require_packages(config: Config) -> None:
 
 
 def check_dtypes(config: Config) -> None:
-    """Check that this platform computes in the configured types.
+    """Check that this platform can compute with the configured number types.
 
-    Each type is tried, as a table of platforms would grow stale.
+    Each type is tried with a small matrix product, because a table of platforms would be out of
+    date soon. Raises UserError if one fails.
     """
     type_of_field = {
         "trainer.dtype": config.trainer.dtype,
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
         "engine.weights": quantization.TYPES.get(config.engine.weights, config.trainer.dtype),
     }
-    tried: set[jnp.dtype] = set()  # each costs a compilation at the start
+    # Try each type only once: every try compiles a program.
+    tried: set[jnp.dtype] = set()
     for field, type_name in type_of_field.items():
         dtype = jnp.dtype(type_name)
         if dtype in tried:
@@ -485,13 +517,13 @@ def check_dtypes(config: Config) -> None:
             platform = jax.default_backend()
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"{field} needs {dtype.name} and {platform} does not compute with it ({reason}): "
-                "choose another one"
+                f"{field} needs {dtype.name}, but {platform} cannot compute with it ({reason}): "
+                "choose another type"
             ) from error
 
 
 def _product_in(dtype: jnp.dtype) -> jax.Array:
-    """Multiply values that were stored in this type, as the engine and the trainer do."""
+    """Multiply two matrices that are stored in this type, as the engine and the trainer do."""
     compute_dtype = jnp.float32 if dtype.itemsize == 1 else dtype
 
     def product(matrix: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
-"""Versions of a run's policy: commit one, sample from one, load one again.
+"""Commit versions of a run's policy, sample from a version, and load a version again.
 
-A committed policy is a Hugging Face directory in the run directory. Version 0 is the warm-up's.
-Where adapters are trained, the adapter stands beside the policy.
+To commit a policy means to write it as a Hugging Face directory into the run directory. Version 0
+is the policy after the warm-up. If the run trains adapters, the adapter is written next to the
+policy.
 """
 
 import dataclasses
@@ -30,9 +31,10 @@ from mujica_jax.trajectories.store import CONFIG
 
 
 def use_policy(run: Run, state: GetState, version: int) -> None:
-    """Sample from this state, whose policy has this version.
+    """Load the policy in `state` into the engine, so that the engine samples from it.
 
-    If the state is not in memory, load the committed policy instead.
+    `version` is the version of that policy. If the state is not in memory, the committed policy is
+    loaded instead.
     """
     reads_committed = reads_committed_policy(run, state, version)
     with run.clock.stage("weight_sync"):
@@ -51,9 +53,9 @@ def use_policy(run: Run, state: GetState, version: int) -> None:
 
 
 def reads_committed_policy(run: Run, state: GetState, version: int) -> bool:
-    """Return whether the committed policy is loaded in place of this state.
+    """Return whether to load the committed policy instead of this state.
 
-    That is so if the state would have to be restored, and its policy is committed.
+    This is the case if the state is not in memory and its policy is committed.
     """
     is_absent = isinstance(state, PhaseState) and not state.is_here
     return is_absent and distributed.broadcast(
@@ -62,24 +64,27 @@ def reads_committed_policy(run: Run, state: GetState, version: int) -> bool:
 
 
 def committed_state(run: Run, version: int) -> TrainState:
-    """Load the weights of a committed policy for `Trainer.score`, without an optimiser."""
+    """Load a committed policy as a training state without an optimiser, for `Trainer.score`."""
     state = run.trainer.initial_state(_load_committed(run, version))
     return state._replace(opt_state=())
 
 
 def _load_committed(run: Run, version: int) -> Decoder:
-    """Load a committed policy over the trainer's mesh."""
+    """Load a committed policy, with its arrays sharded over the trainer's mesh."""
     folder = distributed.primary_first("a policy is read", lambda: run.store.policy_path(version))
     _, load = open_checkpoint(folder / "model", dtype=run.config.trainer.dtype)
     return load(run.trainer.mesh, run.config.trainer.dtype)
 
 
 def commit_policy(run: Run, state: GetState, version: int) -> None:
-    """Write the policy in the compute type as a Hugging Face directory.
+    """Write the policy in `state` to the run directory, as a Hugging Face directory.
 
-    Where adapters are trained, the adapter stands beside it, with the configuration. The first
-    process writes; the others help to gather the policy. Checkpoints of the phases before are
-    removed, and so are policies beyond `keep_policies`.
+    The weights are stored in the compute type. If the run trains adapters, the adapter is written
+    next to the policy, together with the configuration. The first process writes, and the others
+    help to gather the weights. If this version is already committed, nothing happens.
+
+    Afterwards the checkpoints of earlier phases are removed, and also the oldest policies if there
+    are more than `keep_policies`.
     """
     run.preemption.enter(f"committing policy {version}")
     name = f"policy {version}"
@@ -91,7 +96,8 @@ def commit_policy(run: Run, state: GetState, version: int) -> None:
     adapters: dict[str, np.ndarray] = {}
     if trains_adapters:
         adapters = adapter_tensors(decoder, trained_adapters(state().params))
-        if not run.base_fingerprint:  # the state came from a checkpoint
+        # The fingerprint is missing if the state was restored from a checkpoint.
+        if not run.base_fingerprint:
             run.base_fingerprint = fingerprint(run.load_decoder())
     if not distributed.is_primary():
         gather_checkpoint(decoder)
@@ -118,7 +124,7 @@ def commit_policy(run: Run, state: GetState, version: int) -> None:
 
 
 def _write_adapter(run: Run, directory: Path, adapters: Mapping[str, np.ndarray]) -> None:
-    """Write an adapter, with the run's configuration beside it."""
+    """Write an adapter into a directory, together with the run's configuration."""
     config = json.dumps({"config": dataclasses.asdict(run.config)}, indent=2)
     save_adapter(
         adapters,
@@ -131,10 +137,10 @@ def _write_adapter(run: Run, directory: Path, adapters: Mapping[str, np.ndarray]
 
 
 def remove_past_checkpoints(run: Run) -> None:
-    """Remove the checkpoints of all phases before the newest.
+    """Remove the checkpoints of all phases except the newest.
 
-    Those of the warm-up stay for the control, which begins with them. Called by the first process,
-    when the newest phase is whole.
+    If the run has a control run, the warm-up's checkpoints stay, because the control run starts
+    from them. Only the first process calls this, after the newest phase is finished.
     """
     phase_names = {run.newest_phase}
     if run.config.eval.control:

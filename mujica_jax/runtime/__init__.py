@@ -1,1 +1,1 @@
-"""The machine that a run stands on: chips, hosts, memory, preemption, compilation."""
+"""The machine of a run: chips, processes, memory, preemption and compilation."""

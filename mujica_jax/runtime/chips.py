@@ -1,11 +1,10 @@
-"""The peak speed of a device.
+"""The peak speed and the memory of devices.
 
-It is the published figure of a TPU, and for every other device what its largest matrix product
-reaches.
+The peak speed of a TPU is the published figure. Other devices are measured with a large matrix
+product, once in each process and in less than a second.
 
-The table stands here once: the share of the peak that training reaches (MFU) and the check that a
-program fits a chip read it. A CPU has no figure worth publishing, so it is measured, in well under
-a second and once a process.
+The table of chips has two uses. MFU is the share of the peak speed that training reaches. Another
+check compares the memory of a chip with the memory that a program needs.
 """
 
 import dataclasses
@@ -20,11 +19,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One chip, by its maker's data sheet."""
+    """One kind of chip. The figures are those of the maker's data sheet."""
 
     name: str
-    kinds: tuple[str, ...]  # what JAX calls it (`device.device_kind`)
-    flops_per_second: float  # bfloat16; a multiply-add is two
+    # Names by which JAX calls the chip (`device.device_kind`).
+    kinds: tuple[str, ...]
+    # Peak speed in bfloat16. A multiply-add counts as two operations.
+    flops_per_second: float
     memory_bytes: int
 
 
@@ -47,22 +48,25 @@ CHIPS = (
         name="v7x", kinds=("TPU7x", "TPU v7x"), flops_per_second=2307e12, memory_bytes=192 * 2**30
     ),
 )
-PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of the measured product
-LARGE_PRODUCT_SIZE = 8192  # on an accelerator
-MEASURED_SECONDS = 0.3  # for which the product is repeated; the fastest one counts
+# Number of rows and of columns of the measured matrix product, by platform.
+PRODUCT_SIZE = {"cpu": 1024}
+# The same for an accelerator.
+LARGE_PRODUCT_SIZE = 8192
+# The product is repeated for this long, and the fastest repetition counts.
+MEASURED_SECONDS = 0.3
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls by this name, or None if it is not in the table."""
+    """Return the chip with this JAX name, or None if the table does not have it."""
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
 def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
-    """Return the FLOPs a second of all these devices together.
+    """Return the peak FLOP/s of all these devices together.
 
-    Chips in the table have their published figure, in bfloat16 whatever `dtype` is, as MFU is
-    always quoted. Others are measured in `dtype`. The devices of a CPU are parts of one machine,
-    which is measured as a whole.
+    For chips in the table it is the published figure in bfloat16, whatever `dtype` is, because MFU
+    is always quoted so. Other devices are measured in `dtype`. All CPU devices of a process share
+    one machine, which is measured as a whole.
     """
     device = devices[0]
     chip = chip_of(device.device_kind)
@@ -70,7 +74,8 @@ def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
         return chip.flops_per_second * len(devices)
 
     if device.platform == "cpu":
-        measured_units = len({device.process_index for device in devices})  # machines
+        # The number of machines.
+        measured_units = len({device.process_index for device in devices})
     else:
         measured_units = len(devices)
     return measured_flops_per_second(device.platform, dtype) * measured_units
@@ -78,7 +83,7 @@ def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
 
 @functools.cache
 def measured_flops_per_second(platform: str, dtype: str) -> float:
-    """Return the FLOPs a second of the fastest of a few square products on the first device."""
+    """Return the FLOP/s of the fastest of several square matrix products on the first device."""
     size = PRODUCT_SIZE.get(platform, LARGE_PRODUCT_SIZE)
     device = jax.local_devices(backend=platform)[0]
     matrix = jnp.ones((size, size), jnp.dtype(dtype), device=device)
@@ -87,9 +92,9 @@ def measured_flops_per_second(platform: str, dtype: str) -> float:
 
 
 def fastest_seconds(call: Callable[[], Any], *, spend_seconds: float = MEASURED_SECONDS) -> float:
-    """Return the seconds of the fastest call among those that fit into `spend_seconds`.
+    """Call a function repeatedly for `spend_seconds`, and return the seconds of the fastest call.
 
-    At least one call is measured. A first one, which may compile, is not.
+    At least one call is measured. An extra first call, which may compile, is not measured.
     """
     call()
     end_time = time.perf_counter() + spend_seconds

@@ -1,13 +1,14 @@
-"""Keep compiled programs between starts, and count what is compiled all the same.
+"""Keep compiled programs on disk between starts, and count compilations.
 
-`train` and `eval` ask for the cache before they compile. In a job on several hosts JAX lets process
-0 alone write. The others find the programs that all run together if they see the same folder.
-Programs for their own devices (the engine's) they compile at each start.
+`train` and `eval` call `use_compilation_cache` before they compile. In a job on several hosts, JAX
+lets only process 0 write to the cache. If the other processes see the same folder, they find the
+programs that all processes run together. They still compile programs for their own devices, such as
+those of the inference engine, at each start.
 
-`compile_counter()` says how many programs this process has compiled and how long that took, as JAX
-itself reports it. It counts from its first call on; a program that is read from the cache on disk
-counts as one. Under steady work the number stands still: one that grows means that shapes, types or
-static arguments change.
+`compile_counter()` counts the programs that this process has compiled since the first call, and the
+seconds spent on it, as JAX reports them. A program that is read from the cache on disk counts as
+well. During steady work the count should not change. If it grows, then shapes, types or static
+arguments change between calls.
 """
 
 import collections
@@ -18,39 +19,43 @@ import jax
 
 from mujica_jax.config.cache_folders import cache_folder
 
-# once a program, also where the cache on disk has it
+# JAX reports this event once for each program, also if it is read from the cache on disk.
 COMPILED = "/jax/core/compile/backend_compile_duration"
+# The stages of compilation whose time is summed.
 STAGES = (
     COMPILED,
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
-REMEMBERED_SPANS = 256  # what a span may contain has ended shortly before it
+# Number of earlier time spans that are kept, to find those nested inside a new one.
+REMEMBERED_SPANS = 256
 
 
 def use_compilation_cache() -> None:
-    """Make JAX keep every compiled program, so that a second start compiles nothing."""
+    """Make JAX keep every compiled program on disk, so that a second start compiles nothing."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class CompileCounter:
-    """Counts programs in whichever thread compiles them."""
+    """Counts the programs that any thread compiles, and the time of compilation."""
 
     def __init__(self) -> None:
         self.programs = 0
-        self.seconds = 0.0  # tracing, lowering and compiling
-        # Start and end of the latest spans.
+        # Time spent on tracing, lowering and compiling.
+        self.seconds = 0.0
+        # Start and end times of the latest spans.
         self._spans: collections.deque[tuple[float, float]] = collections.deque(
             maxlen=REMEMBERED_SPANS
         )
         self._lock = threading.Lock()
 
     def add(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        """Add a span of time that JAX has measured.
+        """Add a time span that JAX has measured, from `start_time` to `end_time`.
 
-        Spans are nested, as a traced function calls others. Each second counts once.
+        Spans can be nested, because a traced function calls other traced functions. Each second is
+        counted only once.
         """
         if event not in STAGES:
             return
@@ -59,7 +64,7 @@ class CompileCounter:
                 self.programs += 1
             self.seconds += end_time - start_time
 
-            # The spans inside this one have ended before it, and were counted.
+            # Spans inside this one ended earlier and were counted already. Subtract them.
             while self._spans and self._spans[-1][0] >= start_time:
                 inner_start, inner_end = self._spans.pop()
                 self.seconds -= inner_end - inner_start

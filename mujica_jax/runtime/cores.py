@@ -5,10 +5,11 @@ from pathlib import Path
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that the process is bound to, and that its container may use.
+    """Return the number of cores that both the process's affinity and its container allow.
 
-    `limit` is the file in which Linux states a container's share: microseconds of computing time,
-    or "max", and the period in microseconds in which they may be spent.
+    `limit` is the file in which Linux states the limit of a container. It holds two numbers: the
+    computing time in microseconds (or "max"), and the period in microseconds in which the container
+    may use that time.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

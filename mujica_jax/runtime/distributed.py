@@ -1,19 +1,21 @@
-"""Several processes, usually one a host, that train as one job.
+"""Run several processes, usually one on each host, as one training job.
 
-A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself,
-elsewhere from an explicit coordinator (`DistributedConfig`). Then the processes run the same
-program and agree at three kinds of places:
+`start` must be called before anything else uses JAX. On a TPU pod it reads the list of hosts from
+the pod. Elsewhere it needs the address of a coordinator (`DistributedConfig`). All processes run
+the same program, and synchronise with these functions:
 
-    barrier(name)               all wait for all, at most `barrier_seconds`
-    broadcast(name, decide)     process 0 decides, and all get its answer: for questions that a
-                                clock or a disk decides
-    primary_first(name, work)   process 0 does the work first, and the others find its files
+    barrier(name)               Wait until all processes arrive, for at most `barrier_seconds`.
+    broadcast(name, decide)     Process 0 decides and all processes get its answer. Use it for
+                                decisions that depend on a clock or a disk.
+    primary_first(name, work)   Process 0 does the work first. The others then find its files.
 
-Start, heartbeats, barriers and the store of keys and values are those of JAX's coordination
-service, which lives in process 0. JAX itself ends every process of a job that has lost one. A
-process that ends by itself first leaves a notice in the store (`abort`), and the others end with
-its sentence and status. `multihost_utils` has collectives for agreements: they need devices, and
-they wait for ever. With one process all of this is nothing: no import, no thread, no wait.
+The start, heartbeats, barriers and the key-value store are those of JAX's coordination service,
+which runs in process 0. If a process is lost, JAX ends all others. A process that ends by itself
+first writes a notice to the store (`abort`). The other processes then end with the same message and
+exit status.
+
+The collectives of JAX's `multihost_utils` are not used, because they need devices and wait without
+a limit. With a single process, these functions import nothing, start no thread and never wait.
 """
 
 import contextlib
@@ -33,47 +35,55 @@ from typing import Any, TypeVar
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 
-TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists where a TPU is
-# Keys in the job's store. The first notice of each counts.
+# A machine with a TPU has one of these devices.
+TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+# Keys in the job's key-value store. Only the first notice under each key counts.
 PREEMPTED = "notice/preempted"
 SHUTDOWN = "notice/shutdown"
 DAY_SECONDS = 86_400.0
-# How long the end of a process waits for the others to end too. A lost process never comes.
+# How long a process that ends waits for the others to end too. A lost process never arrives.
 SHUTDOWN_BARRIER_SECONDS = 6.0
-# After a preemption's grace time of 20 s. Platforms kill 30 s after the notice.
+# The longest time of an orderly end. It begins after the grace time of a preemption (20 s) at the
+# latest, and platforms kill the process 30 s after the notice.
 SHUTDOWN_SECONDS = 8.0
 CONTINUES = "the same command on all hosts continues from what was saved"
 Result = TypeVar("Result")
 
 
 class HostMissingError(UserError):
-    """A process of the job did not come to where the others waited."""
+    """A process of the job did not arrive at a barrier in time."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """The processes, as one of them sees them."""
+    """This process's view of the job."""
 
+    # Number of processes of the job.
     processes: int = 1
-    process: int = 0  # the number of this one
+    # Number of this process, from 0.
+    process: int = 0
+    # The longest time that a barrier or broadcast waits.
     barrier_seconds: float = 0.0
-    client: Any = None  # JAX's client of the coordination service: key-value store and barriers
-    # so far: every process counts the same, and every barrier and broadcast has a name of its own
+    # JAX's client of the coordination service, with the key-value store and the barriers.
+    client: Any = None
+    # Number of barriers and broadcasts so far. It is the same in all processes, and gives each
+    # barrier and broadcast a name of its own.
     agreements: int = 0
-    # Taken by the thread that ends the process.
+    # Held by the thread that ends the process.
     ending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
-# Like JAX's own state of its processes: one a process, set once, before anything else runs.
+# The state of this process. Like JAX's own state, it is global and set once, before anything else.
 _job = Job()
 
 
 def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> None:
-    """Join the job that the configuration or the TPU pod names. Do nothing without either.
+    """Join the job that the configuration or the TPU pod describes.
 
-    `on_preemption(signal's number)` is called when another process of the job was asked to end.
-    Where a process does not come in time, JAX aborts this one. Raises UserError if process 0 cannot
-    listen at the coordinator's port.
+    Do nothing if neither describes a job of several processes. When another process of the job gets
+    a signal to end, `on_preemption` is called with the number of the signal. If a process does not
+    start in time, JAX aborts this one. Raises UserError if process 0 cannot listen at the
+    coordinator's port.
     """
     global _job
     place = _place(config)
@@ -83,17 +93,17 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
     if number == 0:
         _check_port_is_free(coordinator)
 
-    # JAX ends a process by an abort. What it means is said before, because nothing can be after.
+    # JAX may end this process by an abort, after which nothing can be printed. Explain it before.
     _print_note(
-        f"process {number} of {count} on {host()} waits for the others at {coordinator}. If JAX "
-        f"ends it after about {config.deadline_seconds:g} s (distributed.deadline_seconds) with "
-        "DEADLINE_EXCEEDED, a process did not come: start all of them at the same time, each with "
-        "a number of its own, and let their machines reach that address"
+        f"process {number} of {count} on {host()} waits for the other processes at {coordinator}. "
+        f"If JAX ends it after about {config.deadline_seconds:g} s (distributed.deadline_seconds) "
+        "with DEADLINE_EXCEEDED, a process is missing: start all processes at the same time, each "
+        "with its own number, and check that their machines can reach that address"
     )
     client = _join_service(coordinator, count, number, deadline_seconds=config.deadline_seconds)
     _print_note(
-        f"all {count} processes are here. If one of them is lost, JAX ends the others within "
-        f"about {config.deadline_seconds:g} s with 'detected fatal errors': {CONTINUES}"
+        f"all {count} processes have started. If one of them is lost, JAX ends the others within "
+        f"about {config.deadline_seconds:g} s with 'detected fatal errors'; {CONTINUES}"
     )
 
     _job = Job(
@@ -105,17 +115,18 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
 
 def _join_service(coordinator: str, count: int, number: int, *, deadline_seconds: float) -> Any:
     """Join JAX's coordination service, and return its client."""
-    # The client has no public name; Orbax takes it from here too.
+    # JAX does not export its client. Orbax takes it from the same private module.
     import jax
     from jax._src.distributed import global_state
 
-    # JAX's preemption service would keep SIGTERM for training steps alone.
+    # JAX's preemption service would handle SIGTERM, and only for training steps.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
         count,
         number,
-        cluster_detection_method="deactivate",  # guess nothing
+        # Do not guess the cluster from the environment.
+        cluster_detection_method="deactivate",
         initialization_timeout=math.ceil(deadline_seconds),
         heartbeat_timeout_seconds=math.ceil(deadline_seconds),
     )
@@ -123,7 +134,10 @@ def _join_service(coordinator: str, count: int, number: int, *, deadline_seconds
 
 
 def _check_port_is_free(coordinator: str) -> None:
-    """Check that this machine can listen at the coordinator's port: JAX crashes if it cannot."""
+    """Raise UserError if this machine cannot listen at the coordinator's port.
+
+    JAX itself would crash.
+    """
     port = int(coordinator.rpartition(":")[2])
     try:
         socket.create_server(("", port)).close()
@@ -135,11 +149,12 @@ def _check_port_is_free(coordinator: str) -> None:
 
 
 def _print_note(note: str) -> None:
+    """Print a note on standard error at once."""
     print(note, file=sys.stderr, flush=True)
 
 
 def _listen(key: str, on_notice: Callable[[int, Any], object]) -> None:
-    """Wait for a notice in a thread of its own."""
+    """Start a thread that waits for a notice and calls `on_notice(sender, notice)`."""
     threading.Thread(target=_wait_for_notice, args=(key, on_notice), name=key, daemon=True).start()
 
 
@@ -149,7 +164,7 @@ def process() -> int:
 
 
 def host() -> str:
-    """Return the name of the machine, as messages give it."""
+    """Return the host name of this machine, for messages."""
     return socket.gethostname()
 
 
@@ -159,19 +174,19 @@ def processes() -> int:
 
 
 def is_primary() -> bool:
-    """Return whether this process writes what is written once: metrics, tables, manifests."""
+    """Return whether this is process 0, which writes shared files such as metrics and manifests."""
     return _job.process == 0
 
 
 def shard_for_process(items: Iterable[Result]) -> list[Result]:
-    """Return this process's part of units of work: every `processes()`-th."""
+    """Return this process's share of the units of work: every `processes()`-th item."""
     return [item for number, item in enumerate(items) if number % processes() == _job.process]
 
 
 def barrier(name: str) -> None:
-    """Wait until every process is here.
+    """Wait until every process has called this.
 
-    Raises HostMissingError if one does not come within `barrier_seconds`.
+    Raises HostMissingError if a process does not arrive within `barrier_seconds`.
     """
     if processes() == 1:
         return
@@ -180,9 +195,10 @@ def barrier(name: str) -> None:
 
 
 def broadcast(name: str, decide: Callable[[], Any]) -> Any:
-    """Return what `decide` returns in process 0, a value that JSON holds.
+    """Call `decide` in process 0, and return its result in all processes.
 
-    The others wait for it.
+    The result must be a JSON value. Raises HostMissingError if it does not arrive within
+    `barrier_seconds`.
     """
     if processes() == 1:
         return decide()
@@ -195,7 +211,7 @@ def broadcast(name: str, decide: Callable[[], Any]) -> Any:
 
 
 def primary_first(name: str, work: Callable[[], Result]) -> Result:
-    """Do `work` in process 0, and then in all the others. Return its result."""
+    """Call `work` in process 0 first, and then in all others. Return its result."""
     if is_primary():
         result = work()
         barrier(name)
@@ -205,11 +221,10 @@ def primary_first(name: str, work: Callable[[], Result]) -> Result:
 
 
 def finish() -> None:
-    """End all processes of a job that went well together, with status 0.
+    """End all processes of a successful job together, with exit status 0.
 
-    Returns only if there are no others.
-
-    An orderly end of the interpreter would meet threads that wait in JAX's client, and crash.
+    With a single process, return and do nothing. With several, the normal end of the interpreter
+    would crash, because threads still wait in JAX's client.
     """
     if processes() > 1:
         barrier("the end")
@@ -218,18 +233,18 @@ def finish() -> None:
 
 
 def announce_preemption(signal: int) -> None:
-    """Tell the other processes that this one was asked to end.
+    """Tell the other processes that this process got a signal to end.
 
-    Returns at once, also if the store hangs.
+    This returns at once, even if the key-value store hangs.
     """
     if processes() > 1:
         threading.Thread(target=_announce, args=(PREEMPTED, signal), daemon=True).start()
 
 
 def abort(sentence: str, status: int) -> None:
-    """End this process and the others, which are told why.
+    """End all processes of the job with this exit status. The others print the sentence.
 
-    Returns only if there are no others.
+    With a single process, return and do nothing.
     """
     if processes() > 1:
         with _job.ending:
@@ -238,26 +253,27 @@ def abort(sentence: str, status: int) -> None:
 
 
 def abort_with_traceback() -> None:
-    """End all processes as `abort` does, because of the error that is handled.
+    """Print the traceback of the current exception, and end all processes as `abort` does.
 
-    The error may only show that another process has ended. Then its notice is the reason.
+    The exception may only be a consequence of the end of another process. If the notice of that
+    process has arrived, this process ends with that notice.
     """
     if processes() > 1:
-        # If a shutdown notice came, another thread has this lock and ends this process.
+        # If a shutdown notice has arrived, another thread holds this lock and ends the process.
         with _job.ending:
             pass
         traceback.print_exc()
         _print_note(
-            f"\nprocess {_job.process} on {host()} ends because of this error. If it names a "
-            f"connection, another process was lost, and {CONTINUES}"
+            f"\nprocess {_job.process} on {host()} ends because of this error. If the error is "
+            f"about a connection, another process was lost, and {CONTINUES}"
         )
-        abort("an error of the program, which its output shows", 1)
+        abort("the program failed; see the output of that process", 1)
 
 
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
-    """Return the coordinator, the number of processes, and the number of this one.
+    """Return the coordinator's address, the number of processes, and the number of this process.
 
-    JAX is asked about a pod only if there is a TPU.
+    Return None if this process runs alone. JAX is asked about a pod only if there is a TPU.
     """
     if config.coordinator is not None:
         return config.coordinator, config.num_processes, config.process_id
@@ -279,8 +295,8 @@ def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
 
 
 def _announce(key: str, notice: Any) -> None:
-    """Leave a notice for the other processes."""
-    # JAX raises RuntimeError if another process was first, or process 0 is gone.
+    """Write a notice for the other processes to the key-value store."""
+    # JAX raises RuntimeError if another process has written one already, or process 0 is gone.
     with contextlib.suppress(RuntimeError):
         _job.client.key_value_set(key, json.dumps([_job.process, notice]))
 
@@ -289,7 +305,8 @@ def _wait_for_notice(key: str, on_notice: Callable[[int, Any], object]) -> None:
     """Wait for the notice of another process, and call `on_notice(sender, notice)`."""
     from jax.errors import JaxRuntimeError
 
-    with contextlib.suppress(JaxRuntimeError):  # the job is over, or process 0 is gone
+    # JAX raises the error when the job is over, or process 0 is gone.
+    with contextlib.suppress(JaxRuntimeError):
         message = _job.client.blocking_key_value_get(key, _milliseconds(365 * DAY_SECONDS))
         sender, notice = json.loads(message)
         if sender != _job.process:
@@ -297,7 +314,10 @@ def _wait_for_notice(key: str, on_notice: Callable[[int, Any], object]) -> None:
 
 
 def _on_shutdown(sender: int, notice: tuple[str, int, str]) -> None:
-    """End this process, because another one has ended."""
+    """End this process, because the process `sender` has ended.
+
+    `notice` holds its host name, its exit status, and the reason in one sentence.
+    """
     sender_host, status, sentence = notice
     with _job.ending:
         _print_note(f"\nprocess {sender} on {sender_host} ended: {sentence}")
@@ -305,25 +325,27 @@ def _on_shutdown(sender: int, notice: tuple[str, int, str]) -> None:
 
 
 def _exit_together(status: int) -> None:
-    """End this process when all have read the notice.
+    """End this process as soon as all processes have read the notice.
 
-    Process 0, which holds the store, ends last.
+    Process 0 ends last, because it holds the key-value store.
     """
     import jax
 
-    with contextlib.suppress(OSError):  # the reader may be gone
+    # The reader of a pipe may be gone.
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
 
-    # If process 0 hangs, so does the barrier: the timer ends this process then.
+    # If process 0 hangs, so does the barrier. The timer then ends this process.
     timer = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()
     try:
-        # JAX aborts a process whose shutdown fails, so the others are waited for first.
+        # JAX aborts a process whose shutdown fails, so wait for the other processes first.
         _job.client.wait_at_barrier(SHUTDOWN, _milliseconds(SHUTDOWN_BARRIER_SECONDS))
         jax.distributed.shutdown()
-    except RuntimeError:  # of JAX: one of them is gone
+    except RuntimeError:
+        # A process is gone. Process 0 gives the others time to read the notice.
         if is_primary():
             time.sleep(1.0)
     os._exit(status)
@@ -331,23 +353,23 @@ def _exit_together(status: int) -> None:
 
 @contextlib.contextmanager
 def _bounded(name: str):
-    """Turn the end of a wait into HostMissingError."""
+    """Raise a timeout of JAX in the body as a HostMissingError."""
     try:
         yield
-    except RuntimeError as error:  # of JAX
+    except RuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        # JAX says which processes did not come, in several lines.
+        # JAX says in several lines which processes are missing.
         reason = " ".join(str(error).split())
         raise HostMissingError(
-            f"process {_job.process} on {host()} waited {_job.barrier_seconds:g} s "
-            f"(distributed.barrier_seconds) at '{name}' and a process did not come: look at the "
-            f"output of the others, or raise it ({reason})"
+            f"process {_job.process} on {host()} waited {_job.barrier_seconds:g} s at '{name}', "
+            "but another process did not arrive: look at the output of the other processes, or "
+            f"raise distributed.barrier_seconds ({reason})"
         ) from error
 
 
 def _key(name: str) -> str:
-    """Return the next key of the job's store, the same in all processes."""
+    """Return a new key for a barrier or broadcast, the same in all processes."""
     _job.agreements += 1
     return f"{_job.agreements} {name.replace('/', ' ')}"
 

@@ -1,10 +1,11 @@
 """The memory of the host: how much is free, how much was used, and a setting for speed.
 
-The setting is one of the C library and decides how fast JAX trains on a CPU. XLA allocates a
-program's temporaries at every call. glibc takes blocks of that size from the kernel and gives them
-back at once, so each training step faults in and clears some 100 MB page by page. On a decoder of
-width 64 with 16 rows of 256 tokens this took 80 of 160 ms of processor time. If the process keeps
-the memory, it is touched once. Entry points that compute on a CPU call this first.
+`keep_freed_memory` changes a setting of the C library that decides how fast JAX trains on a CPU.
+XLA allocates the temporary arrays of a program at every call. By default, glibc takes blocks of
+that size from the kernel and returns them at once. Each training step then has about 100 MB of page
+faults, in which the kernel clears every page. With a decoder of width 64 and 16 rows of 256 tokens,
+this took 80 of 160 ms of processor time. If the process keeps freed memory, each page is cleared
+only once. Programs that compute on a CPU call `keep_freed_memory` first.
 """
 
 import ctypes
@@ -24,12 +25,12 @@ MAX_INT = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Ask glibc never to return freed memory to the kernel.
 
-    Return False if the C library is another one; nothing is lost then.
+    Return False, and change nothing, if the C library is not glibc.
 
-    There is one arena, because the heaps of further ones cannot hold blocks above 64 MB. Call this
-    before anything else: threads that any library started before have arenas of their own, and
-    XLA's threads then share them. (In the tiny world 23,000 pages were then faulted in at every
-    step, and none after a call at the start.)
+    The number of malloc arenas is set to one, because the heaps of other arenas cannot hold blocks
+    above 64 MB. Call this before anything else. A thread that a library started earlier has an
+    arena of its own, and XLA's threads may share that arena. (With a late call, the tiny world had
+    23,000 page faults in every training step. With an early call it had none.)
     """
     if sys.platform != "linux":
         return False
@@ -41,9 +42,9 @@ def keep_freed_memory() -> bool:
 
 
 def available_bytes() -> int:
-    """Return the memory that a process can still have without swapping.
+    """Return how many bytes of memory a process can still allocate without swapping.
 
-    Return all memory if the system does not say.
+    If the system does not report it, return the size of all memory.
     """
     file = pathlib.Path("/proc/meminfo")
     if file.exists():
@@ -54,6 +55,6 @@ def available_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held so far."""
+    """Return the largest resident size of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

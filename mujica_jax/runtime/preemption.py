@@ -1,22 +1,22 @@
-"""End a program in order after SIGTERM, Ctrl-C or a multi-host job's preemption notice.
+"""End a program cleanly after SIGTERM, Ctrl-C or the preemption of another process of its job.
 
-A signal raises nothing, least of all inside a library. A thread hears it, even while the main
-thread is inside a compiler and runs no Python. The next loop that polls ends the program: it saves
-its state and raises `PreemptedError`, which `exit_status` turns into one sentence and an exit status for
-the entry points.
+A signal raises no exception, because that could happen inside a library. Instead, a thread receives
+the signal, even while the main thread is inside a compiler and runs no Python. Loops of the program
+poll `requested` between units of work. The first loop that sees the request saves its state and
+raises `PreemptedError`. `exit_status` turns that into one sentence and an exit status.
 
-    SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load,
-              neither can be interrupted), the process ends there and then.
-    Ctrl-C    status 130; a second one ends the process at once.
+    SIGTERM   Exit status 0. If no loop polls within GRACE_SECONDS, the process ends at once. This
+              happens during a long compilation or load, which cannot be interrupted.
+    Ctrl-C    Exit status 130. A second Ctrl-C ends the process at once.
 
-Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere
-is allowed because all that a program writes survives SIGKILL at any moment.
+Before the first phase there is nothing to save, so both signals end the process at once. The
+process may end at any point, because all files that it writes survive SIGKILL at any moment.
 
-In a job of several processes the one that is asked tells the others. A training step takes all of
-them, so process 0 decides before each one whether to stop, and all get its answer; outside of
-training each ends where it polls next. (JAX's own agreement,
-`multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to
-itself.)
+In a job of several processes, the process that gets the signal tells the others. A training step
+needs all processes. Therefore process 0 decides before each step whether to stop, and all processes
+follow its decision. Outside of training, each process ends at its next poll. (JAX's own
+`multihost_utils.reached_preemption_sync_point` works for training steps only, and lets no other
+code handle SIGTERM.)
 """
 
 import os
@@ -32,24 +32,32 @@ from typing import Any
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
 
-# platforms kill 30 s after the notice at the earliest; what is left is for printing one line
+# How long to wait for a loop to poll. Platforms kill a process 30 s after the notice at the
+# earliest. The rest of that time is for ending the process.
 GRACE_SECONDS = 20.0
-KEPT_TEXT = "what was finished is kept"
-INTERRUPTED = 130  # exit status of a shell's Ctrl-C
+KEPT_TEXT = "finished work is saved"
+# Exit status that a shell reports after Ctrl-C: 128 + SIGINT.
+INTERRUPTED = 130
+# Exit status of a mistake of the user.
 USER_ERROR = 2
-END = 0  # no signal's number: ends the thread that listens
-ELSEWHERE = 128  # added to the number of a signal that came to another process
+# A byte in the pipe that is not the number of a signal. It ends the listening thread.
+END = 0
+# Added to the number of a signal that another process received.
+ELSEWHERE = 128
 
 
 class PreemptedError(Exception):
     """The program ends here because it was asked to.
 
-    The text says where it was and what is kept.
+    The message says where it stopped and what is saved.
     """
 
 
 class Preemption:
-    """A request to end this process. A context manager: signals are heard inside it."""
+    """Receives requests to end this process.
+
+    It is a context manager, and handles signals inside its `with` block.
+    """
 
     def __init__(
         self,
@@ -58,27 +66,35 @@ class Preemption:
         end: Callable[[int], Any] = os._exit,
         grace_seconds: float | None = None,
     ) -> None:
-        """Prepare to end the process.
+        """Set up the object; signals are handled from `__enter__` on.
 
-        `kept_text` says what an end in the middle of a phase leaves, unless the phase says
-        otherwise. `end` ends the process.
+        `kept_text` tells the user what is saved if the process ends in the middle of a phase.
+        `enter` can replace it for one phase. `end` ends the process with an exit status.
+        `grace_seconds` is the time in which a loop has to poll (default: GRACE_SECONDS).
         """
-        self.phase: str | None = None  # None: nothing has begun
-        self.then = ""  # what the user can do next; behind every closing sentence
+        # Name of the current phase. None before the first phase.
+        self.phase: str | None = None
+        # What the user can do next, at the end of every closing sentence.
+        self.then = ""
+        # Exit status if the process ends because of a request.
         self.status = 0
         self._default_kept_text = kept_text
         self._kept_text = kept_text
         self._end = end
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
-        self._asked = False  # a signal or notice came
-        self._answered = False  # a loop has polled since
-        self._interrupts = 0  # Ctrl-C on this host
+        # A signal or a notice of another process has arrived.
+        self._asked = False
+        # A loop has polled since then.
+        self._answered = False
+        # How often Ctrl-C was pressed on this host.
+        self._interrupts = 0
+        # Earlier handlers of the signals, to restore at the end. Empty outside the `with` block.
         self._handlers: dict[int, Any] = {}
 
     def on_notice(self, number: int) -> None:
-        """End this process too, because another one of the job was asked to end.
+        """Ask this process to end, because another process of the job received a signal.
 
-        `number` is that of the signal which asked it.
+        `number` is the number of that signal.
         """
         if self._handlers:
             os.write(self._writing, bytes([number + ELSEWHERE]))
@@ -87,17 +103,17 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether the program was asked to end. Loops poll it, and end on True.
+        """Whether the program was asked to end. Loops poll this, and stop if it is True.
 
-        From then on the process is not ended in the middle.
+        After a poll that returns True, the grace time no longer ends the process.
         """
         self._answered = self._answered or self._asked
         return self._answered
 
     def at_step(self) -> bool:
-        """Return whether to end, as `requested`, before every training step.
+        """Return whether the program was asked to end, the same in all processes of the job.
 
-        All processes of a job get the same answer.
+        All processes must call this before every training step.
         """
         is_asked, status = distributed.broadcast(
             "a training step", lambda: [self._asked, self.status]
@@ -109,16 +125,17 @@ class Preemption:
         return self.requested
 
     def enter(self, phase: str, *, kept_text: str | None = None) -> None:
-        """Begin a phase, named as the closing sentence names it.
+        """Begin a phase. Raises PreemptedError if the program was asked to end.
 
-        `kept_text` says what an end in the middle of it leaves. Raises PreemptedError if the program was asked to end.
+        `phase` is its name in the closing sentence. `kept_text` says what is saved if the process
+        ends in the middle of the phase.
         """
         self.phase = phase
         self._kept_text = self._default_kept_text if kept_text is None else kept_text
         self.check()
 
     def keeps(self, kept_text: str) -> None:
-        """Say what an end in the middle of the phase leaves from now on."""
+        """Change the text that says what is saved if the process ends in this phase."""
         self._kept_text = kept_text
 
     def check(self) -> None:
@@ -127,14 +144,15 @@ class Preemption:
             raise self.ended()
 
     def ended(self, kept_text: str | None = None) -> PreemptedError:
-        """Return the exception that ends the program here."""
+        """Return the exception that ends the program. `kept_text` says what is saved."""
         return PreemptedError(self._sentence(self._kept_text if kept_text is None else kept_text))
 
     def exit_status(self, program: Callable[[], object]) -> int:
         """Run the program of an entry point and return its exit status.
 
-        0: done; 2: a mistake of the user's, in one sentence; otherwise as it was asked to end. The
-        other processes of its job are told.
+        The status is 0 on success, and 2 after a UserError, whose message is printed. If the
+        program was asked to end, the status depends on the signal. In a job of several processes,
+        the others end too.
         """
         with self:
             try:
@@ -153,7 +171,8 @@ class Preemption:
         return 0
 
     def __enter__(self) -> "Preemption":
-        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        # Only the main thread may set signal handlers.
+        if threading.current_thread() is threading.main_thread():
             self._reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -175,15 +194,16 @@ class Preemption:
             self._handlers = {}
 
     def _listen(self) -> None:
-        """Read the numbers of signals from the pipe, until END comes.
+        """Read the numbers of signals from the pipe, and handle them, until END arrives.
 
-        The interpreter writes them there, from inside whatever the signal interrupts.
+        The interpreter's signal handler writes them to the pipe, whatever the main thread does.
         """
         deadline = None
         while True:
             wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
             readable, _, _ = select.select([self._reading], [], [], wait_seconds)
-            if not readable:  # the deadline
+            if not readable:
+                # The grace time is over.
                 if not self._answered:
                     self._end_now()
                 deadline = None
@@ -215,7 +235,7 @@ class Preemption:
             )
 
     def _ask(self, number: int, *, is_here: bool) -> None:
-        """Ask the program to end. A signal that came here is announced to the other processes."""
+        """Ask the program to end. If this process got the signal, tell the other processes."""
         if self.phase is None:
             self._end_now()
         self._asked = True
@@ -223,14 +243,14 @@ class Preemption:
             distributed.announce_preemption(number)
 
     def _end_now(self) -> None:
-        """End the process in the middle of whatever it does."""
+        """End the process at once, whatever it is doing."""
         sentence = self._sentence(self._kept_text)
         print(f"\n{sentence}", file=sys.stderr, flush=True)
         distributed.abort(sentence, self.status)
         self._end(self.status)
 
     def _sentence(self, kept_text: str) -> str:
-        """Return the closing sentence: how it ended, where, what is kept, what to do next."""
+        """Return the closing sentence: why and where it ended, what is saved, what to do next."""
         sentence = "interrupted" if self.status else "preempted"
         if self.phase is None:
             sentence += " before anything began"
@@ -244,5 +264,6 @@ class Preemption:
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing.
 
-    With a handler the interpreter writes the signal down, and the process goes on.
+    With this handler, a signal does not end the process, and the interpreter writes its number to
+    the pipe.
     """

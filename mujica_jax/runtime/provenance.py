@@ -1,6 +1,7 @@
-"""Record where a run comes from: its configuration, the revision of this program, versions.
+"""Describe the software of a run: versions of packages and the git revision of this program.
 
-It is written once, and compared when a run is resumed.
+A run stores this together with its configuration when it starts. When the run is resumed, the
+stored values are compared with the current ones.
 """
 
 import importlib.metadata
@@ -10,13 +11,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Timeout of a git command.
 GIT_SECONDS = 10
+# Shown in place of the value of a key that does not exist.
 UNSET = "unset"
 
 
 def environment() -> dict[str, Any]:
     """Return the versions of Python and of installed packages, and the program's git revision."""
-    # If two packages have one name, the first on the path is imported, so it is entered last.
+    # If a package is installed twice, Python imports the first one on the path. In reversed order,
+    # its version overwrites the other one.
     versions = {}
     for package in reversed(list(importlib.metadata.distributions())):
         if package.read_text("METADATA"):
@@ -29,9 +33,9 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Return the commit, with "+changes" if the package differs from it.
+    """Return the git commit of this program, with "+changes" if its files were changed since.
 
-    Return None outside a repository that tracks the package.
+    Return None if the package is not in a git repository that tracks it.
     """
     if not _git("ls-files", "--", "records.py"):
         return None
@@ -45,9 +49,9 @@ def git_revision() -> str | None:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], ignore: Collection[str]
 ) -> list[str]:
-    """Return a phrase for every dotted key whose values differ.
+    """Return a phrase for every dotted key whose values differ, such as "a.b was 1 and is now 2".
 
-    `ignore` names keys, or the beginnings of dotted ones.
+    `ignore` lists keys to leave out, with all keys below them.
     """
     old_values = dict(_leaves(old))
     new_values = dict(_leaves(new))
@@ -62,7 +66,7 @@ def differences(
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of everything that is no mapping."""
+    """Yield the dotted key and the value of every leaf of nested mappings."""
     for key, member in value.items():
         if isinstance(member, Mapping):
             yield from _leaves(member, f"{prefix}{key}.")
@@ -71,7 +75,10 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints about the package's folder; None if it fails, or prints nothing."""
+    """Run git in the package's folder and return its output, or None.
+
+    It is None if git fails or prints nothing.
+    """
     command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
     try:
         result = subprocess.run(

@@ -1,10 +1,10 @@
-"""Run programs whose standard output is a pipe, a full disk, or closed.
+"""Run an entry point whose standard output may be a closed pipe, a full disk, or closed.
 
     python -m mujica_jax.train --help | head
     python -m mujica_jax.eval ... > /a/full/disk
     python -m mujica_jax.train ... >&-
 
-`run_program` turns each of these faults into an exit status.
+In each of these cases, `run_program` returns an exit status instead of a traceback.
 """
 
 import errno
@@ -14,29 +14,34 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-READER_GONE = 141  # what a shell reports of a tool that SIGPIPE (13) ended: 128 + 13
+# Exit status that a shell reports for a program that SIGPIPE (signal 13) ended: 128 + 13.
+READER_GONE = 141
+# Exit status if the output cannot be written.
 OUTPUT_LOST = 2
+# Errors of a disk that does not accept the output.
 CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run_program(main: Callable[[], int]) -> int | str | None:
     """Run an entry point and return its exit status.
 
-    A reader that closes the pipe early ends the program quietly, with status 141. Output that a
-    full disk does not take is one sentence and status 2.
+    If the reader of a pipe closes it early, the program ends without a message and with status 141.
+    If the output does not fit on a full disk, it ends with one sentence and status 2.
     """
     _open_closed_streams()
     try:
         try:
             status: int | str | None = main()
-        except SystemExit as system_exit:  # --help, or a flag that does not exist
+        except SystemExit as system_exit:
+            # argparse ends so after --help, and after an unknown flag.
             status = system_exit.code
         sys.stdout.flush()
     except BrokenPipeError:
-        # If it is another pipe or socket, the fault keeps its traceback.
+        # An error of another pipe or socket keeps its traceback.
         if not _reader_is_gone():
             raise
-        discard(sys.stdout)  # the interpreter flushes once more
+        # The interpreter flushes standard output once more at its end, which would fail again.
+        discard(sys.stdout)
         return READER_GONE
     except OSError as error:
         if error.errno not in CANNOT_BE_WRITTEN or not _cannot_be_written(sys.stdout):
@@ -51,18 +56,18 @@ def run_program(main: Callable[[], int]) -> int | str | None:
 
 
 def discard(stream: TextIO) -> None:
-    """Drop what a stream still holds, and all that is written to it later."""
+    """Discard the buffered output of a stream, and all that is written to it later."""
     null_descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_descriptor, stream.fileno())
     os.close(null_descriptor)
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed when the program was started.
+    """Redirect standard streams that were closed at the start to the null device.
 
-    What is written to them is dropped. Python has None for a closed stream. Its number is taken as
-    well: otherwise the next file that is opened would get number 1 or 2, and a library that writes
-    notices there would write into that file.
+    Python sets `sys.stdout` to None if standard output is closed. The file descriptor (0, 1 or 2)
+    needs to be taken too. Otherwise the next opened file would get it, and a library that writes
+    notices to descriptor 2 would write into that file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -79,7 +84,10 @@ def _open_closed_streams() -> None:
 
 
 def _cannot_be_written(stream: TextIO) -> bool:
-    """Return whether this stream has the fault. A full disk elsewhere has another sentence."""
+    """Return whether writing to this stream fails.
+
+    If it does not, another file caused the error, and its error is reported elsewhere.
+    """
     try:
         stream.write("\n")
         stream.flush()

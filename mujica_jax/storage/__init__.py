@@ -1,4 +1,7 @@
-"""A run directory on local disk or in a bucket, whose objects are created once and checked."""
+"""Run directories on local disk or in a bucket, and the leases in them.
+
+Objects are created once, and checked when they are read.
+"""
 
 from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.leases import Lease, Leases

@@ -1,15 +1,17 @@
-"""One bucket of Google Cloud Storage.
+"""A client of one bucket in Google Cloud Storage.
 
-Requests have a deadline, bounded retries and generation preconditions.
+Every request has a deadline and a bounded number of retries. The errors that are retried are those
+of google-cloud-storage's `DEFAULT_RETRY`. A retry always repeats the whole request.
 
-Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write
-carries a token in the object's metadata: a request whose answer was lost is sent again and meets
-its own object, which the token tells from another writer's, even where both wrote the same bytes.
-Uploads and downloads are compared with the service's CRC32C. This file is imported with the first
-bucket: google-cloud-storage takes 0.5 s.
+Writes use generation preconditions: the service refuses a write if the object was changed in
+between. A write also carries a token in the object's metadata. If only the answer to a write was
+lost, the retry fails its precondition. The token then tells whether the object is our own or that
+of another writer, even if both wrote the same bytes. Uploads and downloads are compared with the
+service's CRC32C checksum.
 
-Access is that of every Google Cloud program (application default credentials);
-STORAGE_EMULATOR_HOST names another server.
+Credentials are the application default credentials of Google Cloud. The environment variable
+STORAGE_EMULATOR_HOST names another server. Import this module only when a bucket is opened, because
+google-cloud-storage takes 0.5 s to import.
 """
 
 import contextlib
@@ -33,15 +35,22 @@ from google.cloud.storage.retry import DEFAULT_RETRY
 from mujica_jax.errors import StoreUnavailableError, UserError
 
 CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 60.0  # without a byte from the service
-DEADLINE_SECONDS = 300.0  # of a request with its retries
-MIN_BYTES_PER_SECOND = 2_000_000  # a large file has this much longer
+# An attempt fails if no byte arrives for this long.
+REQUEST_SECONDS = 60.0
+# The longest time of a request with all its retries, without the time for the transfer itself.
+DEADLINE_SECONDS = 300.0
+# Large files get a longer deadline: one second more for this many bytes.
+MIN_BYTES_PER_SECOND = 2_000_000
 MAX_ATTEMPTS = 8
-WARNED_ATTEMPTS = 3  # from this failed attempt on, a line on the console tells of each
-FIRST_WAIT_SECONDS = 1.0  # doubled after each attempt; the wait is a random part of it
+# From this failed attempt on, each failure is logged as a warning.
+WARNED_ATTEMPTS = 3
+# Upper limit of the random wait after the first attempt. The limit doubles with each attempt.
+FIRST_WAIT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 30.0
-WRITER = "writer"  # key of the token among an object's metadata
-PART = ".part-"  # between the name of an object and the token of a part that is to be joined to it
+# Key of the writer's token in the metadata of an object.
+WRITER = "writer"
+# An append first uploads the new bytes as a part. The part's name is OBJECT.part-TOKEN.
+PART = ".part-"
 Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)
 
@@ -52,34 +61,44 @@ class ObjectInfo:
 
     name: str
     bytes: int
-    crc32c: str  # base64, of the content
+    # CRC32C checksum of the content, in base64.
+    crc32c: str
+    # Number that the service changes with every write of the object.
     generation: int
 
 
 class Bucket:
-    """Names are whole names: "run/config.json". Threads may share it."""
+    """A bucket. Methods take full object names, such as "run/config.json".
+
+    Threads may share an object.
+    """
 
     def __init__(self, name: str) -> None:
+        """Connect to a bucket. Raises UserError if there are no credentials."""
         self.name = name
-        self.retries = 0  # requests that were sent again
+        # Number of requests that were sent again.
+        self.retries = 0
         try:
             self._client = storage.Client()
         except (DefaultCredentialsError, OSError) as error:
             raise UserError(
                 f"no Google Cloud credentials for gs://{name} were found "
                 f"({str(error).splitlines()[0]}); run `gcloud auth application-default login`, or "
-                "choose a local path"
+                "choose a local path instead"
             ) from error
         self._bucket = self._client.bucket(name)
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ObjectInfo | None:
-        """Return what the service says of an object, or None if there is none."""
+        """Return size, checksum and generation of an object, or None if it does not exist."""
         blob = self._ask("found", name, self._bucket.get_blob, name)
         return None if blob is None else _info(blob)
 
     def list(self, prefix: str, max_results: int | None = None) -> list[ObjectInfo]:
-        """Return all objects whose names begin with `prefix`, sorted, or the first of them."""
+        """Return the objects whose names begin with `prefix`, sorted by name.
+
+        With `max_results`, return only the first ones.
+        """
 
         def pages(**settings: Any) -> list[ObjectInfo]:
             blobs = self._client.list_blobs(
@@ -94,9 +113,9 @@ class Bucket:
         return self._ask("read", name, self._bucket.blob(name).download_as_bytes, checksum="crc32c")
 
     def read_range(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` of exactly this object.
+        """Return the bytes from `start` up to but excluding `stop`, of this generation only.
 
-        Raises FileNotFoundError, and UserError if the object was replaced.
+        Raises FileNotFoundError, or UserError if the object was replaced since `info` was read.
         """
         try:
             return self._ask(
@@ -115,7 +134,7 @@ class Bucket:
             ) from error
 
     def download(self, name: str, path: Path, size_bytes: int) -> None:
-        """Write an object into a local file. Raises FileNotFoundError."""
+        """Download an object of `size_bytes` into a local file. Raises FileNotFoundError."""
         self._ask(
             "read",
             name,
@@ -131,27 +150,28 @@ class Bucket:
         Return False, and change nothing, if the object exists already.
         """
         while self._upload(name, data, generation=0, token=uuid.uuid4().hex) is None:
-            # An object that another process removed in between is created after all.
+            # If another process removed the object in between, try again.
             if self.find(name) is not None:
                 return False
         return True
 
     def replace(self, name: str, data: bytes | Path) -> None:
-        """Write an object that may exist already.
+        """Write an object, and replace it if it exists already.
 
-        Of several writers the last one's content stays, whole.
+        If several writers replace it, the content of the last one remains, in full.
         """
         self._upload(name, data, generation=None, token=uuid.uuid4().hex)
 
     def append(self, name: str, data: bytes, generation: int, token: str) -> int | None:
-        """Add bytes to an object and return its new generation.
+        """Append bytes to an object and return its new generation.
 
-        Return None if it has another generation than given: another process has written.
+        `generation` is the expected generation, 0 for a new object. Return None if the object has
+        another one, because another process has written it. After an interruption, call this again
+        with the same token: the bytes are then appended only once.
 
-        A bucket cannot append: the new bytes become an object of their own, the service joins the
-        two under the old name, and the part is deleted. So the costs do not grow with the object.
-        Generation 0: it does not exist yet. Called again with the same token, after an
-        interruption, it adds nothing twice.
+        A bucket cannot append. The new bytes are uploaded as an object of their own (the part). The
+        service then joins both under the old name, and the part is deleted. So the cost of an
+        append does not grow with the object.
         """
         if generation == 0:
             return self._upload(name, data, generation=0, token=token)
@@ -170,16 +190,16 @@ class Bucket:
         return new_generation
 
     def delete(self, name: str, generation: int | None = None) -> None:
-        """Delete an object, unless it is gone or has another generation than given."""
+        """Delete an object. Do nothing if it is gone, or has another generation than given."""
         with contextlib.suppress(FileNotFoundError, PreconditionFailed):
             self._ask(
                 "deleted", name, self._bucket.blob(name).delete, if_generation_match=generation
             )
 
     def move(self, name: str, target: str) -> bool:
-        """Copy a small object, then delete exactly what was copied.
+        """Rename a small object: copy it, then delete the copied generation.
 
-        Return False if the object is gone, or the target exists.
+        Return False if the object does not exist, or the target exists already.
         """
         info = self.find(name)
         if info is None or not self.create(target, self.read(name)):
@@ -192,7 +212,8 @@ class Bucket:
     ) -> int | None:
         """Upload an object and return its new generation.
 
-        Return None if the object has another generation than given.
+        Return None if `generation` is given and the object has another one. 0 means that the object
+        must not exist.
         """
         blob = self._bucket.blob(name)
         source: str | bytes
@@ -218,10 +239,11 @@ class Bucket:
     def _write_once(
         self, blob: Blob, token: str, write: Callable[..., Any], *arguments: Any, **options: Any
     ) -> int | None:
-        """Write under a precondition and return the object's new generation; None if it failed.
+        """Call `write` with a precondition and return the object's new generation.
 
-        A precondition also fails if only the answer to an earlier attempt was lost. The token then
-        shows that the object there is our own.
+        Return None if the precondition failed. It also fails if an earlier attempt succeeded and
+        only its answer was lost. The token in the object's metadata then shows that the object is
+        our own, and its generation is returned.
         """
         name = str(blob.name)
         blob.metadata = {WRITER: token}
@@ -243,10 +265,11 @@ class Bucket:
         size_bytes: int = 0,
         **options: Any,
     ) -> Answer:
-        """Call a method of the library until it is answered.
+        """Call a method of the library, with retries, and return its result.
 
-        Raises StoreUnavailableError when that takes too long, FileNotFoundError for an absent object,
-        and UserError for an error that no retry repairs. `done` says in it what was to be done.
+        Raises StoreUnavailableError if the retries take too long, FileNotFoundError for a missing
+        object, and UserError for an error that no retry repairs. `done` is the participle in the
+        error message, such as "read" or "deleted". `size_bytes` lengthens the deadline.
         """
         place = f"gs://{self.name}/{name}"
         deadline_seconds = DEADLINE_SECONDS + size_bytes / MIN_BYTES_PER_SECOND
@@ -255,7 +278,7 @@ class Bucket:
 
         def request() -> Answer:
             try:
-                # The library's own retry is off: it would be one inside the other.
+                # Turn off the library's own retry, so that retries are not nested.
                 return method(
                     *arguments, timeout=(CONNECT_SECONDS, REQUEST_SECONDS), retry=None, **options
                 )
@@ -267,8 +290,8 @@ class Bucket:
         except exceptions.RetryError as error:
             raise StoreUnavailableError(
                 f"{place} could not be {done} in {failures.count} attempts within "
-                f"{deadline_seconds:.0f} seconds, at last because of: {_reason(error.cause)}; see "
-                "that the bucket can be reached and start the same command again"
+                f"{deadline_seconds:.0f} seconds (last error: {_reason(error.cause)}); check that "
+                "the bucket can be reached, and start the same command again"
             ) from error
         except exceptions.NotFound as error:
             message = str(error.message).lower()
@@ -290,7 +313,7 @@ class Bucket:
 
 
 class _Failures:
-    """Count the failed attempts of one request, and end it after the last one allowed."""
+    """Counts the failed attempts of one request, and ends the request after `MAX_ATTEMPTS`."""
 
     def __init__(self, bucket: Bucket, place: str) -> None:
         self.count = 0
@@ -298,25 +321,25 @@ class _Failures:
         self._place = place
 
     def add(self, error: Exception) -> None:
-        """Count a failed attempt before the next one. Raises RetryError if there is none left."""
+        """Count a failed attempt. Raises RetryError if it was the last one allowed."""
         self.count += 1
         if self.count == MAX_ATTEMPTS:
             raise exceptions.RetryError("too many attempts", error)
         if self.count >= WARNED_ATTEMPTS:
             _log.warning(
-                "%s is asked again after %d attempts: %s", self._place, self.count, _reason(error)
+                "retrying %s after %d failed attempts: %s", self._place, self.count, _reason(error)
             )
         self._bucket.count_retry()
 
 
 @functools.cache
 def open_bucket(name: str) -> Bucket:
-    """Return the bucket of this name. There is one in a process, which keeps its connections."""
+    """Return the bucket of this name. Each process has one object for it, with its connections."""
     return Bucket(name)
 
 
 def _info(blob: Blob) -> ObjectInfo:
-    """Return what the service says of an object."""
+    """Return name, size, checksum and generation of an object of the library."""
     return ObjectInfo(
         name=str(blob.name),
         bytes=int(blob.size or 0),
@@ -326,5 +349,5 @@ def _info(blob: Blob) -> ObjectInfo:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Return an error's text on one line of bounded length."""
+    """Return an error's text on one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,13 +1,14 @@
-"""Files on local disk: written whole or not at all, and errors of the disk in one sentence.
+"""Write files on local disk atomically, and explain disk errors to the user.
 
-The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by
-`link`, which fails where the name is taken (`create`), or by `rename` (`atomic_write`). A reader
-sees a whole file or none, and a killed writer leaves nothing that counts.
+A file is first written to a temporary file in the same folder and flushed to disk. Then it gets its
+final name. `create` uses `link`, which fails if the name is taken. `atomic_write` uses `rename`,
+which replaces an old file. A reader sees a complete file or none. A killed writer leaves at most a
+temporary file, which readers ignore.
 
-Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a
-lock on the folder. So exactly one of several writers on one host wins. Writers on two hosts may
-both believe that they won. Each file of a run is a function of its seed, so both have written the
-same.
+Some file systems have no hard links (gcsfuse, SMB, 9p). There, `create` locks the folder and
+renames the file. With several writers on one host, exactly one wins. Writers on two hosts may both
+believe that they won. This does no harm: each file of a run is determined by its seed, so both have
+written the same content.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from pathlib import Path, PurePath
 
 from mujica_jax.errors import UserError
 
-ADVICE = {  # what the user can do about an error of the operating system
+# For each error of the operating system: what is wrong, and what the user can do.
+ADVICE = {
     errno.ENOSPC: "no space is left there; free some or choose another --run directory",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
     errno.EFBIG: (
@@ -30,10 +32,10 @@ ADVICE = {  # what the user can do about an error of the operating system
     errno.EROFS: "the file system is read-only; choose another --run directory",
     errno.EACCES: "permission is denied; choose a --run directory that you may write to",
     errno.EPERM: "the file system does not allow it; choose another --run directory",
-    errno.ENOTDIR: "a file stands where a directory is needed; choose another --run directory",
-    errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
+    errno.ENOTDIR: "there is a file where a directory is needed; choose another --run directory",
+    errno.EEXIST: "there is a file where a directory is needed; choose another --run directory",
 }
-# What `link` answers on a file system without hard links.
+# Errors of `link` on a file system without hard links.
 NO_HARD_LINKS = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
@@ -42,7 +44,7 @@ NO_HARD_LINKS = (
     errno.EMLINK,
     errno.EINVAL,
 )
-# What `fsync` of a directory, or a lock, answers where the file system has none.
+# Errors of `fsync` on a directory, or of a lock, if the file system does not support it.
 NOT_SUPPORTED = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
@@ -51,13 +53,14 @@ NOT_SUPPORTED = (
     errno.EBADF,
     errno.ENOLCK,
 )
+# Name of the file in a folder that writers lock.
 LOCK = ".lock"
-# Errors that only a disk can cause.
+# Errors that only a disk can cause. They are recognised by their text as well.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def create(path: Path, data: bytes) -> bool:
-    """Write a new file. Return False, and change nothing, where the file exists already."""
+    """Write a new file. Return False, and change nothing, if the file exists already."""
     with _written_beside(path, data) as temporary:
         try:
             os.link(temporary, path)
@@ -71,7 +74,7 @@ def create(path: Path, data: bytes) -> bool:
 
 
 def _rename_if_free(temporary: Path, path: Path) -> bool:
-    """Give a file its final name unless that is taken. Return whether it was free."""
+    """Rename a file unless its new name is taken. Return whether it was renamed."""
     with _locked(path.parent):
         if path.exists():
             return False
@@ -81,7 +84,7 @@ def _rename_if_free(temporary: Path, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, if the file system has locks."""
+    """Hold the lock of a folder, if the file system supports locks."""
     with open(folder / LOCK, "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,15 +95,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file that may exist already. Its old content stays until the new one is whole."""
+    """Write a file, or replace it. The old content stays until the new content is complete."""
     with _written_beside(path, data) as temporary:
         os.replace(temporary, path)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with the empty folder and bring what it left there to the disk.
+    """Empty a folder, call `write` with it, and flush the written files to disk.
 
-    What was in the folder before is removed.
+    The old content of the folder is removed first. If `write` fails, the folder is removed.
     """
     with as_user_error(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,7 +118,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def names(root: Path, prefix: str) -> list[str]:
-    """Return the files below `root` whose relative names begin with `prefix`, sorted.
+    """Return the paths, relative to `root`, of the files that begin with `prefix`, sorted.
 
     Temporary files are left out.
     """
@@ -132,10 +135,9 @@ def names(root: Path, prefix: str) -> list[str]:
 
 
 def visible_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in `folder` that match, sorted, without hidden ones.
+    """Return the files in `folder` that match `pattern`, sorted, without hidden files.
 
-    macOS writes a hidden `._NAME` beside each file of an archive, which holds none of the file's
-    content.
+    Archives made on macOS hold a hidden file `._NAME` for each file NAME. It has only metadata.
     """
     return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
@@ -152,9 +154,9 @@ def move(path: Path, target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's names, survive a loss of power.
+    """Flush a file's content, or a directory's list of names, to disk.
 
-    A file system that cannot do this is left as it is.
+    Do nothing if the file system does not support it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -167,9 +169,10 @@ def sync(path: Path) -> None:
 
 
 def require_space(path: Path, needed_bytes: int) -> None:
-    """Raise UserError if fewer bytes are free than needed.
+    """Raise UserError if the disk of `path` has fewer free bytes than needed.
 
-    Call it before a library writes that would report a full disk from every thread of its own.
+    Call this before a library writes with many threads, because each of them would report a full
+    disk on its own.
     """
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
@@ -181,7 +184,10 @@ def require_space(path: Path, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file beside `path`, which the block writes and renames."""
+    """Yield the path of a temporary file beside `path`.
+
+    The body of the `with` writes the file and renames it. The temporary file is removed at the end.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     with as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +199,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def as_user_error(path: PurePath) -> Iterator[None]:
-    """Turn the error of a full, read-only or forbidden disk into one sentence for the user."""
+    """Raise the error of a full, read-only or forbidden disk as a UserError with advice."""
     try:
         yield
     except Exception as error:
@@ -204,17 +210,20 @@ def as_user_error(path: PurePath) -> Iterator[None]:
 
 
 def _code_in_words(error: Exception) -> int | None:
-    """Return the disk error whose words stand in an error's text.
+    """Return the number (errno) of the disk error that an exception's text mentions, or None.
 
-    Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with
-    the system's words in them.
+    Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise exceptions of their own.
+    Their text contains the operating system's message.
     """
     return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
 
 
 @contextlib.contextmanager
 def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """Yield a temporary file with the bytes, on the disk, to which the block gives its name."""
+    """Yield a temporary file that holds `data`, flushed to disk.
+
+    The body of the `with` gives it the name `path`.
+    """
     with as_user_error(path):
         with beside(path) as temporary:
             with open(temporary, "xb") as file:

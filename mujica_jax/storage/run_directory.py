@@ -1,14 +1,13 @@
-"""A run directory on local disk or in a bucket.
+"""A run directory on local disk or in a bucket, with one interface for both.
 
-It gives objects by name and files by path, and counts what both cost.
+`RunDirectory` reads and writes objects by name, and folders of files, and times both. `local.py`
+implements local disk. `gcs.py` and `gcs_path.py` implement `gs://bucket/prefix`. All other code
+uses this module, so that it works the same with both.
 
-`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here
-and knows no difference.
-
-A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without
-it the folder is torn, and the next writer replaces its files. Libraries read folders from local
-disk only: those of a bucket are fetched into a cache, where every file is compared with COMMITTED
-each time.
+Some folders hold many files, such as a policy or a tokenizer. The file COMMITTED is written last
+and lists all others. A folder without COMMITTED is incomplete, and the next writer replaces its
+files. Libraries can only read from local disk, so a folder in a bucket is first downloaded into a
+cache. Each time, every cached file is compared with COMMITTED.
 """
 
 import contextlib
@@ -42,25 +41,30 @@ if TYPE_CHECKING:
 
     RunPath = Path | BucketPath
 else:
-    RunPath = PurePath  # what both are; importing the other one takes a third of a second
+    # Path and BucketPath are both subclasses of it. Importing BucketPath takes 0.3 s.
+    RunPath = PurePath
 
 BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
-# In the cached copy of a folder: what the bucket held when it was fetched.
+# File in the cached copy of a folder. It lists the objects of the bucket at the last download.
 FETCHED = ".fetched.json"
-# How long lines wait for an upload; a bucket takes about one change of an object a second.
+# The longest time that appended bytes are held back before an upload. A bucket accepts about one
+# change of an object a second, so that each line cannot be uploaded on its own.
 HELD_SECONDS = 10.0
 
 
 def run_path(root: str | PurePath) -> RunPath:
-    """Return a local path, or one in a bucket if `root` begins with gs://."""
+    """Return a local path, or a path in a bucket if `root` begins with gs://.
+
+    Raises UserError if `root` is an address of another kind.
+    """
     if not isinstance(root, str):
         return root  # pyright: ignore[reportReturnType] - one of the two
     if "://" not in root:
         return Path(root)
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
         raise UserError(
-            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 "
-            "to 63 small letters, digits, dots, dashes and underscores; choose another --run "
+            f"{root} is neither a local directory nor gs://BUCKET/NAME, where BUCKET has 3 to 63 "
+            "lower-case letters, digits, dots, dashes and underscores; choose another --run "
             "directory"
         )
     from mujica_jax.storage.gcs_path import BucketPath
@@ -76,7 +80,7 @@ def create(path: RunPath, data: bytes) -> bool:
 
 
 def atomic_write(path: RunPath, data: bytes) -> None:
-    """Write a file or an object that may exist already."""
+    """Write a file or an object, and replace it if it exists already."""
     if isinstance(path, Path):
         local.atomic_write(path, data)
     else:
@@ -84,9 +88,9 @@ def atomic_write(path: RunPath, data: bytes) -> None:
 
 
 class RunDirectory:
-    """Objects below `root`, created once and never changed.
+    """Objects below `root`. They are created once and never changed.
 
-    `io_statistics` sums what is written and read through this object.
+    `io_statistics` counts the reads and writes that go through this object.
     """
 
     def __init__(self, root: str | PurePath) -> None:
@@ -100,12 +104,13 @@ class RunDirectory:
             self.io_statistics = IoStatistics(lambda: bucket.retries)
 
     def exists(self, name: str) -> bool:
+        """Return whether there is an object of this name."""
         return (self.root / name).exists()
 
     def names(self, prefix: str) -> list[str]:
-        """Return all objects whose names begin with `prefix`, sorted.
+        """Return the names of all objects that begin with `prefix`, sorted.
 
-        `prefix` ends a folder's name with its slash.
+        To list a folder, pass its name with a slash at the end.
         """
         if isinstance(self.root, Path):
             return local.names(self.root, prefix)
@@ -117,6 +122,7 @@ class RunDirectory:
             return create(self.root / name, data)
 
     def read(self, name: str) -> bytes:
+        """Return the content of an object. Raises StoreError if it is missing."""
         path = self.root / name
         try:
             with self.io_statistics.timed("read"), as_user_error(path):
@@ -127,13 +133,17 @@ class RunDirectory:
         return data
 
     def move(self, name: str, target: str) -> bool:
-        """Give an object another name. Return False if there is no such object."""
+        """Rename an object. Return False if there is no such object."""
         if isinstance(self.root, Path):
             return local.move(self.root / name, self.root / target)
         return self.root.bucket.move((self.root / name).key, (self.root / target).key)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder's objects, COMMITTED first: a kill in between leaves a torn folder."""
+        """Remove a folder and all its objects.
+
+        COMMITTED is removed first. If the process is killed in between, the folder is incomplete
+        and does not count.
+        """
         folder = self.root / name
         with as_user_error(folder):
             (folder / COMMITTED).unlink(missing_ok=True)
@@ -143,10 +153,14 @@ class RunDirectory:
                 folder.rmtree()
 
     def write_json_once(self, name: str, value: Mapping[str, Any]) -> bool:
-        """Create a JSON object, as `create` does. Numbers must be finite: JSON has no NaN."""
+        """Create an object that holds JSON. Return False if the name exists already.
+
+        Raises ValueError if a number is not finite, because JSON has no NaN.
+        """
         return self.create(name, json_bytes(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON of an object. Raises StoreError if it is missing or damaged."""
         return json_object(
             self.read(name), self.root / name, "it was changed after it was written", StoreError
         )
@@ -156,8 +170,8 @@ class RunDirectory:
     ) -> bool:
         """Call `write` with an empty local folder, and store the files that it writes there.
 
-        COMMITTED, written last, has the list of files and `details`. One process of a run does
-        this. Return False, without calling `write`, if the folder is committed already.
+        COMMITTED is written last. It holds the list of files and `details`. Only one process of a
+        run may call this. If the folder is committed already, return False without calling `write`.
         """
         folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
@@ -174,15 +188,17 @@ class RunDirectory:
         return is_committed
 
     def folder(self, name: str) -> Path:
-        """Return a committed folder on local disk, with every file as COMMITTED lists it.
+        """Return the local path of a committed folder, after a check of all its files.
 
-        Raises StoreError naming what is wrong.
+        A folder in a bucket is downloaded into the cache first. Raises StoreError if a file is
+        missing or differs from its entry in COMMITTED.
         """
         folder = self.root / name
         files = self.read_json(f"{name}/{COMMITTED}").get("files")
         if not isinstance(files, list):
             raise StoreError(
-                f"{folder / COMMITTED} lists no files; another program wrote it, remove {folder}"
+                f"{folder / COMMITTED} has no list of files, so another program wrote it; remove "
+                f"{folder}"
             )
         with self.io_statistics.timed("read"):
             if isinstance(folder, Path):
@@ -199,9 +215,9 @@ class RunDirectory:
 
 
 def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[str, Any]]:
-    """Upload what `write` leaves in an empty local folder, and return its entries.
+    """Upload the files that `write` writes into a temporary folder, and return their entries.
 
-    The objects replace those of a torn folder. A committed folder stays as it is.
+    The objects of an incomplete folder are replaced. A committed folder is left unchanged.
     """
     with tempfile.TemporaryDirectory(prefix="mujica-upload-") as name:
         source = Path(name)
@@ -210,7 +226,8 @@ def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[st
             files = describe_folder(source)
 
         objects = folder.objects()
-        if COMMITTED not in objects:  # otherwise another process was first
+        # If COMMITTED exists by now, another process has committed the folder first.
+        if COMMITTED not in objects:
             for torn_name in objects.keys() - {file["name"] for file in files}:
                 folder.bucket.delete(objects[torn_name].name)
             for file in files:
@@ -219,7 +236,10 @@ def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[st
 
 
 def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> None:
-    """Download one file of a folder to `path`, unless a whole copy is there."""
+    """Download one file of a folder to `path`, unless an undamaged copy is there already.
+
+    `expected` is the file's entry in COMMITTED. Raises StoreError if the object differs from it.
+    """
     shown = folder / expected["name"]
     if path.exists() and describe_file(path, expected["name"]) == expected:
         return
@@ -231,10 +251,10 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
 
 
 def local_folder(name: str | PurePath) -> Path:
-    """Return a local folder, or an up-to-date copy in the cache of a folder in a bucket.
+    """Return the path of a local folder, or of an up-to-date local copy of a folder in a bucket.
 
-    Objects that changed in the bucket are fetched and compared with their checksums. Raises
-    UserError for a folder without objects.
+    The copy lies in the cache. Objects that changed in the bucket are downloaded again, and
+    compared with their checksums. Raises UserError if the folder in the bucket has no objects.
     """
     folder = run_path(name)
     if isinstance(folder, Path):
@@ -245,15 +265,15 @@ def local_folder(name: str | PurePath) -> Path:
         current[key] = {"bytes": info.bytes, "crc32c": info.crc32c}
     if not current:
         raise UserError(
-            f"there is nothing in {folder}: give the name of a folder in a bucket that this "
-            "machine reads"
+            f"there is nothing in {folder}: give a folder that holds objects, in a bucket that "
+            "this machine may read"
         )
     try:
         fetched: dict[str, Any] = json.loads((copy / FETCHED).read_text())
     except (FileNotFoundError, ValueError):
         fetched = {}
 
-    # Fetch what is new or changed.
+    # Download new and changed objects.
     for key, entry in current.items():
         target = copy / key
         has_whole_copy = target.is_file() and target.stat().st_size == entry["bytes"]
@@ -263,7 +283,7 @@ def local_folder(name: str | PurePath) -> Path:
             folder.bucket.download((folder / key).key, partial, entry["bytes"])
             partial.replace(target)
 
-    # Remove what is gone.
+    # Remove files whose objects no longer exist.
     for key in fetched.keys() - current.keys():
         (copy / key).unlink(missing_ok=True)
     local.atomic_write(copy / FETCHED, json_bytes(current))
@@ -271,7 +291,7 @@ def local_folder(name: str | PurePath) -> Path:
 
 
 def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
-    """Return a file whose `write` adds to its end."""
+    """Open a file or an object so that `write` appends to it."""
     if isinstance(path, Path):
         with as_user_error(path):
             return FileIO(path, "a")
@@ -279,10 +299,10 @@ def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
 
 
 class AppendedObject:
-    """An object that one process appends to.
+    """An object in a bucket that one process appends to.
 
-    What it writes is held for `HELD_SECONDS` at most, and uploaded by the next `write`, `flush` or
-    `close` after that. Raises StoreError if another process appends to it too.
+    `write` holds bytes back for up to `HELD_SECONDS`. The first `write` after that uploads them;
+    `flush` and `close` upload them at once. Raises StoreError if another process appends too.
     """
 
     def __init__(self, path: "BucketPath") -> None:
@@ -290,18 +310,20 @@ class AppendedObject:
 
         self._path = path
         self._bucket = path.bucket
-        # A killed process may have left parts.
+        # Remove parts that a killed process may have left behind.
         for part in self._bucket.list(f"{path.key}{PART}"):
             self._bucket.delete(part.name)
         info = self._bucket.find(path.key)
         self._generation = info.generation if info else 0
-        self._waiting = b""  # bytes that no upload has taken yet
+        # Bytes that wait for an upload.
+        self._waiting = b""
         self._waiting_since = time.monotonic()
-        self._uploading = b""  # bytes of an upload that may have been interrupted
-        self._token = ""  # of that upload
+        # Bytes and token of the current upload. They stay here if the upload is interrupted.
+        self._uploading = b""
+        self._token = ""
 
     def write(self, data: bytes) -> int:
-        """Add bytes to those that wait. Upload them if the first one has waited long enough."""
+        """Append bytes. Upload all that wait if the oldest has waited for `HELD_SECONDS`."""
         if not self._waiting:
             self._waiting_since = time.monotonic()
         self._waiting += data
@@ -312,7 +334,7 @@ class AppendedObject:
     def flush(self) -> None:
         """Upload all bytes that wait."""
         while self._uploading or self._waiting:
-            # An upload that was interrupted is repeated as the same one.
+            # Repeat an interrupted upload with its old bytes and token, so that it counts once.
             if not self._uploading:
                 self._uploading = self._waiting
                 self._waiting = b""
@@ -325,8 +347,8 @@ class AppendedObject:
             )
             if generation is None:
                 raise StoreError(
-                    f"{self._path} was changed by another process; let one process at a time train "
-                    f"in {self._path.parent}"
+                    f"{self._path} was changed by another process; train with only one process at "
+                    f"a time in {self._path.parent}"
                 )
             self._generation = generation
             self._uploading = b""

@@ -1,1 +1,1 @@
-"""Tasks: questions by split, the environments that they are asked in, and their scoring rules."""
+"""Tasks: questions in splits, the environments that answer searches, and scoring rules."""

@@ -1,7 +1,4 @@
-"""Check that a task keeps what `tasks.task.Task` promises, as far as its questions show.
-
-This is called before a run begins.
-"""
+"""Check before a run that a task implements the protocol `tasks.task.Task` correctly."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -14,7 +11,11 @@ from mujica_jax.tasks.task import EnvironmentKind, FromScratchTask, Split, Task
 
 
 def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
-    """Raise UserError for mistakes that would give wrong figures, or end a run late."""
+    """Check the attributes of a task and the questions of these splits.
+
+    `kind` is the name of the task in messages. Raises UserError for mistakes that would otherwise
+    give wrong scores or stop the run late.
+    """
     _check_attributes(task, kind)
     for split in splits:
         questions = task.questions(split)
@@ -24,24 +25,25 @@ def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
         environment_kind = getattr(task.environment(questions[0]), "kind", None)
         if environment_kind != task.environment_kind:
             raise UserError(
-                f"task {kind}: its environment_kind is {task.environment_kind} and its environment "
-                f"has kind {environment_kind}: both must be the same"
+                f"task {kind}: environment_kind is {task.environment_kind}, but the kind of its "
+                f"environment is {environment_kind}: make them the same"
             )
 
 
 def from_scratch(task: Task) -> FromScratchTask:
-    """Return the task as one with demonstrations and texts. Raises UserError if it has none."""
+    """Return the task as a `FromScratchTask`. Raises UserError if it lacks a method."""
     if not isinstance(task, FromScratchTask):
         methods = ("demonstrations", "pretraining_documents", "tokenizer_text")
         lacking = ", ".join(name for name in methods if not hasattr(task, name))
         raise UserError(
-            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from "
-            "a checkpoint with --init and --warmup.steps 0 or --warmup.source few_shot"
+            f"task {task.name} lacks {lacking}, but a model from scratch needs them: start from a "
+            "checkpoint with --init, and give --warmup.steps 0 or --warmup.source few_shot"
         )
     return task
 
 
 def _check_attributes(task: Task, kind: str) -> None:
+    """Check the name, the rule and the environment kind of a task. Raises UserError."""
     name = getattr(task, "name", None)
     if not isinstance(name, str):
         raise UserError(f"task {kind}: its name is {name!r} and must be a text")
@@ -55,26 +57,31 @@ def _check_attributes(task: Task, kind: str) -> None:
 
 
 def _check_questions(questions: Any, kind: str, split: Split) -> None:
+    """Check that the questions of a split are a list of questions with distinct ids.
+
+    Raises UserError.
+    """
     is_list_of_questions = isinstance(questions, Sequence) and all(
         isinstance(question, Question) for question in questions
     )
     if not is_list_of_questions:
         raise UserError(
-            f"task {kind}: questions({split!r}) gave a {type(questions).__name__}; it must return "
-            "a list of Question"
+            f"task {kind}: questions({split!r}) must return a list of Question objects, and returned "
+            f"a {type(questions).__name__}"
         )
     ids: set[str] = set()
     for question in questions:
         _check_question(question, kind)
         if question.id in ids:
             raise UserError(
-                f"task {kind}: several {split} questions have the id {question.id!r}: each needs "
-                "its own"
+                f"task {kind}: several {split} questions have the id {question.id!r}: give each "
+                "question its own id"
             )
         ids.add(question.id)
 
 
 def _check_question(question: Question, kind: str) -> None:
+    """Check the id, the text and the answers of a question. Raises UserError."""
     for name in ("id", "text"):
         value = getattr(question, name)
         if not isinstance(value, str):
@@ -86,8 +93,8 @@ def _check_question(question: Question, kind: str) -> None:
     )
     if not is_list_of_texts or not answers:
         raise UserError(
-            f"task {kind}: answers of question {question.id!r} are {answers!r}; give a tuple of "
-            "texts"
+            f"task {kind}: the answers of question {question.id!r} are {answers!r} and must be a "
+            "tuple of texts"
         )
 
     for text in (question.id, question.text, *question.answers):

@@ -1,8 +1,8 @@
-"""Fingerprints of what a task asks and searches.
+"""Fingerprints of a task's questions and of what it searches.
 
-Played episodes count only for the questions they were played on. So an interrupted evaluation and a
-resumed run compare the task they are given now with the one they began with: by content, not by the
-names, sizes or times of files.
+Episodes that were already played are only valid for the same questions and the same collection. So
+an interrupted evaluation and a resumed run compare the present task with the task at their start.
+They compare the content, not the names, sizes or times of files.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ def fingerprint_of_questions(questions: Iterable[Question]) -> str:
 def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     """Return a hash of what is searched for these questions.
 
-    A service of passages says the version of its index when it is opened. A SPARQL endpoint is
-    known by its address.
+    A passage service reports the version of its index when it is opened. A SPARQL endpoint is
+    identified by its address.
     """
     versions = dict.fromkeys(content_version(task.environment(question)) for question in questions)
     return hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
@@ -43,7 +43,7 @@ def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
 def content_version(environment: Environment) -> str:
     """Return the version of an environment's index, service or graph.
 
-    It is empty where none of these says a version.
+    The result is empty if none of these has a version.
     """
     retriever = getattr(environment, "retriever", None)
     index = getattr(retriever, "index", None)

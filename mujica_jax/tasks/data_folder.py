@@ -1,13 +1,13 @@
 """Find the folder that `task.data_dir` names.
 
-It is a folder of files, or a data set of TensorFlow Datasets.
+`task.data_dir` is a folder of official files, or the name of a data set that `python -m
+mujica_jax.tasks.prepare` has prepared for TensorFlow Datasets:
 
-`tfds:NAME` is a data set that `python -m mujica_jax.tasks.prepare` has prepared in the folder of
-TensorFlow Datasets: `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`. `tfds:FOLDER/NAME` is one in
-another folder, which may be in a bucket. `tfds:NAME:VERSION` is one version; without it the newest
-counts.
+    tfds:NAME            in $TFDS_DATA_DIR, or in ~/tensorflow_datasets without that variable
+    tfds:FOLDER/NAME     in another folder, which may be in a bucket
+    tfds:NAME:VERSION    one version; without it the newest version is used
 
-TensorFlow is not needed to find a folder, only to read it (`open_domain/builders.py`).
+TensorFlow is needed to read a folder (`open_domain/builders.py`), but not to find it.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from mujica_jax.storage.run_directory import local_folder, run_path
 from mujica_jax.tasks.official_files import OFFICIAL_FILES
 
 PREFIX = "tfds:"
-# The names of the data sets in TensorFlow Datasets begin with it.
+# The names of our data sets in TensorFlow Datasets begin with this prefix.
 BUILDER_PREFIX = "mujica_"
 # Version of the data sets that this program prepares.
 VERSION = "2.1.0"
-# This file is written last, so a folder that has it is complete.
+# This file is written last, so a folder with this file is complete.
 PREPARED = "dataset_info.json"
 FEATURES = "features.json"
-# Length and checksums of a record in a TFRecord file.
+# Bytes that a TFRecord file adds to each record: its length and two checksums.
 TFRECORD_BYTES = 16
-# This file of a prepared folder lists size and checksum of each file that it was made of.
+# This file of a prepared folder lists the size and the checksum of each official file.
 SOURCES_FILE = "official_files.json"
 PREPARE = "python -m mujica_jax.tasks.prepare"
-# As requirements.txt lists them.
+# The same requirements as in requirements.txt.
 REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
-# Other names of the sets, without capitals and punctuation.
+# Other names of the data sets, in lower case and without punctuation.
 OTHER_NAMES = {
     "2wiki": "two_wiki",
     "2wikimultihop": "two_wiki",
@@ -57,6 +57,8 @@ _version = re.compile(r"\d+\.\d+\.\d+")
 
 
 class _HasData(Protocol):
+    """The part of a task's configuration that names its data."""
+
     @property
     def kind(self) -> str: ...
     @property
@@ -71,13 +73,16 @@ class PreparedName:
     """The parts of `tfds:FOLDER/NAME:VERSION`."""
 
     folder: str
+    # The task's kind, such as `hotpotqa`.
     kind: str
+    # None: the newest version.
     version: str | None
+    # Whether no folder was named, so that `folder` is the default one.
     is_default_folder: bool
 
 
 def with_data_folder(task: Task) -> Task:
-    """Return the task's configuration with the folder that its `data_dir` names."""
+    """Return the task's configuration, with `data_dir` replaced by the folder that it names."""
     folder = data_folder(task.data_dir, task.kind)
     return dataclasses.replace(task, data_dir=str(folder))  # type: ignore[type-var]
 
@@ -85,8 +90,8 @@ def with_data_folder(task: Task) -> Task:
 def data_folder(data_dir: str, kind: str) -> Path:
     """Return the folder with the questions of a task of this kind.
 
-    Raises UserError for a data set that is unknown, not prepared, of another kind or damaged.
-    Whether a plain folder has the right files is for the task to find out.
+    Raises UserError for a data set that is unknown, not prepared, of another kind or damaged. The
+    files of a plain folder are not checked here; the task checks them.
     """
     folder = _prepared_folder(data_dir, kind) if data_dir.startswith(PREFIX) else Path(data_dir)
     if is_prepared(folder) or (folder / FEATURES).is_file():
@@ -95,9 +100,9 @@ def data_folder(data_dir: str, kind: str) -> Path:
 
 
 def check_data_dir(task: object) -> None:
-    """Check a `data_dir` that names a data set of TensorFlow Datasets, before anything is loaded.
+    """Check a `data_dir` that names a data set of TensorFlow Datasets, before the task is built.
 
-    Raises UserError. A data set in a bucket is fetched and checked when the task is built.
+    A data set in a bucket is not checked here, but when the task is built. Raises UserError.
     """
     data_dir = getattr(task, "data_dir", None)
     kind = getattr(task, "kind", "")
@@ -117,9 +122,9 @@ def is_prepared(folder: Path) -> bool:
 
 
 def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """Return the official files that a prepared folder was made of, by name.
+    """Return the descriptions of the official files of a prepared folder, by file name.
 
-    Downloaded sets list none.
+    The result is empty for a downloaded data set. Raises UserError for a damaged folder.
     """
     try:
         sources = json.loads((folder / SOURCES_FILE).read_text())
@@ -133,6 +138,7 @@ def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def builder_name(kind: str) -> str:
+    """Return the name of a data set in TensorFlow Datasets, such as `mujica_hotpotqa`."""
     return f"{BUILDER_PREFIX}{kind}"
 
 
@@ -157,7 +163,7 @@ def default_folder() -> str:
 
 
 def parse_name(data_dir: str) -> PreparedName:
-    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash.
+    """Return the parts of `tfds:FOLDER/NAME:VERSION` or `tfds:FOLDER/NAME/VERSION`.
 
     Raises UserError for an unknown name.
     """
@@ -180,9 +186,10 @@ def parse_name(data_dir: str) -> PreparedName:
 
 
 def check_prepared(folder: Path, kind: str) -> dict[str, int]:
-    """Check a prepared folder: its data set, and the sizes of its files.
+    """Check the data set and the file sizes of a prepared folder.
 
-    Return the number of examples of each split. What the files hold is checked when they are read.
+    Return the number of examples of each split. The contents of the files are checked when they are
+    read. Raises UserError.
     """
     try:
         info = json.loads((folder / PREPARED).read_text())
@@ -201,7 +208,7 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
         else:
             advice = f"as `{PREPARE}` makes it"
         raise UserError(
-            f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: "
+            f"{folder} holds the data set {name} of TensorFlow Datasets, but task.kind is {kind}: "
             f"give the folder of {builder_name(kind)}, {advice}"
         )
     if not splits:
@@ -214,7 +221,7 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
             raise damaged(
                 folder,
                 kind,
-                f"{split.name} has {bytes_on_disk:,} bytes and should have {split.bytes:,}",
+                f"{split.name} has {bytes_on_disk:,} bytes but should have {split.bytes:,}",
             )
     for file, source in sources_of(folder, kind).items():
         if source.get("is_copied") and _size_of(folder / file, kind) != source.get("bytes"):
@@ -223,7 +230,10 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
 
 
 def damaged(folder: Path, kind: str, reason: str) -> UserError:
-    """Return the error for a prepared folder that cannot be read."""
+    """Return the error for a prepared folder that cannot be read.
+
+    `reason` is the part of the message in parentheses.
+    """
     command = f"{PREPARE} {kind} --from DIR"
     if folder.parent.name == builder_name(kind):
         command += f" --data-dir {shlex.quote(str(folder.parent.parent))}"
@@ -234,7 +244,10 @@ def damaged(folder: Path, kind: str, reason: str) -> UserError:
 
 
 def not_installed(purpose: str, reason: str) -> UserError:
-    """Return the error for a machine without TensorFlow Datasets."""
+    """Return the error for a machine without TensorFlow Datasets.
+
+    `purpose` is the subject of the message. `reason` is its part in parentheses.
+    """
     packages = " ".join(shlex.quote(requirement) for requirement in REQUIREMENTS)
     return UserError(
         f"{purpose} needs TensorFlow Datasets, which is not installed ({reason}): install it with "
@@ -243,8 +256,8 @@ def not_installed(purpose: str, reason: str) -> UserError:
 
 
 def require_tensorflow(purpose: str) -> None:
-    """Import TensorFlow and TensorFlow Datasets. Raises UserError where they are not installed."""
-    # Otherwise TensorFlow reports GPUs and instructions that it lacks. JAX sets the level to 1.
+    """Import TensorFlow and TensorFlow Datasets. Raises UserError if they are not installed."""
+    # At a lower level TensorFlow reports missing GPUs and CPU instructions. JAX sets level 1.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
@@ -252,17 +265,17 @@ def require_tensorflow(purpose: str) -> None:
         import tensorflow_datasets  # noqa: F401
     except ImportError as error:
         raise not_installed(purpose, str(error)) from error
-    # TensorFlow only reads files here. Otherwise it takes the memory of all GPUs, which JAX needs.
-    # It refuses where another library has started it already.
+    # TensorFlow only reads files here. Hide the GPUs from it, or it would take all of their memory,
+    # which JAX needs. It raises RuntimeError if another library has already started it.
     with contextlib.suppress(RuntimeError):
         tensorflow.config.set_visible_devices([], "GPU")
 
 
 @contextlib.contextmanager
 def without_root_handler() -> Iterator[None]:
-    """Keep absl from giving the root logger a handler.
+    """Prevent absl from adding a handler to the root logger.
 
-    That handler would print the debug lines of all libraries.
+    The handler would print the debug lines of all libraries.
     """
     handler = logging.NullHandler()
     logging.root.addHandler(handler)
@@ -273,20 +286,21 @@ def without_root_handler() -> Iterator[None]:
 
 
 def _prepared_folder(data_dir: str, kind: str) -> Path:
-    """Return the local folder of `tfds:FOLDER/NAME:VERSION`. One in a bucket is fetched.
+    """Return the local folder of `tfds:FOLDER/NAME:VERSION`.
 
-    Raises UserError.
+    A folder in a bucket is first copied to this host. Raises UserError.
     """
     name = parse_name(data_dir)
     if name.kind != kind:
         raise UserError(
-            f"task.data_dir is {data_dir} and task.kind is {kind}: give --task.kind {name.kind}, "
+            f"task.data_dir is {data_dir}, but task.kind is {kind}: give --task.kind {name.kind}, "
             f"or --task.data-dir {PREFIX}{kind}"
         )
     root = name.folder
     if "://" in root and not root.startswith("gs://"):
         raise UserError(
-            f"task.data_dir is {data_dir}: {root} is neither a local folder nor in a bucket (gs://)"
+            f"task.data_dir is {data_dir}, but {root} is neither a local folder nor a bucket: give "
+            "a local folder or gs://BUCKET/FOLDER"
         )
     if "://" not in root:
         root = str(Path(root).expanduser())
@@ -298,8 +312,8 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
         raise _not_prepared(data_dir, name, root)
     if name.version is not None and name.version not in versions:
         raise UserError(
-            f"task.data_dir is {data_dir} and {home} has no version {name.version!r}: choose from "
-            f"{', '.join(versions)}, or leave the version out"
+            f"task.data_dir is {data_dir}, but {home} has no version {name.version!r}: choose from "
+            f"{', '.join(versions)}, or leave out the version"
         )
     folder = f"{home}/{name.version or versions[-1]}"
 
@@ -311,7 +325,7 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
 
 
 def _not_prepared(data_dir: str, name: PreparedName, root: str) -> UserError:
-    """Return the error for a data set that `root` has in no version."""
+    """Return the error for a data set of which `root` has no version."""
     command = f"{PREPARE} {name.kind} --from DIR"
     further_step = ""
     if root.startswith("gs://"):
@@ -320,7 +334,7 @@ def _not_prepared(data_dir: str, name: PreparedName, root: str) -> UserError:
     elif not name.is_default_folder:
         command += f" --data-dir {shlex.quote(root)}"
     return UserError(
-        f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(name.kind)}: "
+        f"task.data_dir is {data_dir}, but {root} holds no prepared {builder_name(name.kind)}: "
         f"prepare it with `{command}`{further_step}, where DIR holds "
         f"{OFFICIAL_FILES[name.kind].summary}; to use another folder, set TFDS_DATA_DIR or give "
         f"{PREFIX}FOLDER/{name.kind}"
@@ -328,7 +342,7 @@ def _not_prepared(data_dir: str, name: PreparedName, root: str) -> UserError:
 
 
 def _versions(home: str) -> list[str]:
-    """Return the versions in the folder of a data set, the newest last."""
+    """Return the versions in the folder of a data set, from the oldest to the newest."""
     folder = run_path(home)
     if not isinstance(folder, Path):
         entries = {key.partition("/")[0] for key in folder.objects()}
@@ -347,11 +361,15 @@ class _Split:
     name: str
     files: list[str]
     examples: int
-    bytes: int | None  # of all files together, where the format says it
+    # Size of all files together. None if the file format does not tell it.
+    bytes: int | None
 
 
 def _read_split(name: str, file_format: str, split_info: dict[str, Any]) -> _Split:
-    """Return what `dataset_info.json` says about a split."""
+    """Return a split as `dataset_info.json` describes it.
+
+    `name` is the data set's name in TensorFlow Datasets. `file_format` is the ending of its files.
+    """
     shard_lengths = [int(length) for length in split_info["shardLengths"]]
     shard_count = len(shard_lengths)
     example_count = sum(shard_lengths)

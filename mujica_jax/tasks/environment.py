@@ -1,4 +1,4 @@
-"""Environments over the retrievers: triples of an entity, or passages of an index."""
+"""Environments: search the triples of an entity in a graph, or the passages of an index."""
 
 import random
 import re
@@ -18,17 +18,17 @@ _words = re.compile(r"\w+")
 
 
 class GraphEnvironment:
-    """Searches a graph: a search returns at most `top_k` triples that name the entity.
+    """An environment that searches a graph. A search returns at most `top_k` triples of an entity.
 
-    The entity is subject or object of the triples. An entity with more triples shows those that
-    `ranked` puts first. By default those are the triples that share the rarest words with the query
-    (`ranking.py`). An entity with few triples shows them in the graph's order. The searched entity
-    is written as the caller calls it, so that materials, candidates and queries agree where the
-    graph has several labels.
+    The entity is the subject or the object of these triples. If it has at most `top_k` triples,
+    they are returned in the order of the graph. Otherwise `ranked` orders them and the first
+    `top_k` are returned. By default the triples that share the rarest words with the query come
+    first (`ranking.py`). Where the graph has several labels for the entity, search results use the
+    caller's label, so that they agree with candidates and queries.
 
-    On disk or behind an endpoint, the graph may not know the id of an entity, because ids are
-    merged and deleted, and a table may name an entity without its id. Then the entity is searched
-    by its label, if exactly one entity has this label.
+    A graph on disk or behind an endpoint may not know the id of an entity: ids are merged and
+    deleted, and a table may name an entity without its id. Then the entity is searched by its
+    label, if exactly one entity has this label.
     """
 
     kind: Literal["graph", "text"] = "graph"
@@ -42,15 +42,16 @@ class GraphEnvironment:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self.graph.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return the entity's triples, at most `top_k` of them."""
+        """Return at most `top_k` triples of the entity. Raises RetrievalError without an entity."""
         if entity is None:
-            raise RetrievalError("a graph is searched from an entity and the search names none")
+            raise RetrievalError("the search names no entity, but a graph is searched by entity")
         ends = await self._ends_of(entity)
 
-        # Two triples that read the same are one material.
+        # Two triples with the same text are one search result.
         materials_by_text: dict[str, Material] = {}
         for end in ends:
             material = _material(entity, end)
@@ -63,7 +64,7 @@ class GraphEnvironment:
         return tuple(materials[position] for position in positions[: self.top_k])
 
     async def _ends_of(self, entity: Entity) -> Sequence[End]:
-        """Return the triples of an entity, by its id or else by its label."""
+        """Return the triples of an entity. They are looked up by its id, or else by its label."""
         if isinstance(self.graph, TripleGraph):
             self.graph.count(queries=1)
             return self.graph.ends_of(entity.id)
@@ -78,7 +79,7 @@ class GraphEnvironment:
 
 
 class TextEnvironment:
-    """Searches passages: a search returns the `top_k` best passages of a retriever."""
+    """An environment that searches passages. A search returns the retriever's `top_k` best."""
 
     kind: Literal["graph", "text"] = "text"
 
@@ -88,29 +89,30 @@ class TextEnvironment:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self.retriever.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return the best passages. Texts have no candidates, so `entity` is not read."""
+        """Return the best passages for the query. `entity` is not used."""
         del entity
         passages = await self.retriever.search(query, self.top_k)
         return tuple(passage_material(passage.title, passage.text) for passage in passages)
 
 
 class WrittenPassages(TextEnvironment):
-    """Searches passages that are written of triples, for demonstrations.
+    """An environment for demonstrations, whose passages are written from triples.
 
-    A planner learns from them. A worker does not, because it would only learn how such sentences
-    look.
+    Only the planner learns from such demonstrations. A worker would learn the style of these
+    sentences instead of how to read real passages.
     """
 
 
 class WithGoldPassages:
-    """Adds gold passages to what a text environment returns, for demonstrations.
+    """An environment for demonstrations, which adds gold passages to search results.
 
-    Where a search names the title of a gold passage and does not return it, the passage takes the
-    place of another one, in `share` of these searches. A gold passage is told from others of its
-    title by its text.
+    A query may name the title of a gold passage that the search does not return. Then the gold
+    passage replaces a random result with the probability `share`. Among passages with the same
+    title, the text identifies the gold passage.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -122,10 +124,11 @@ class WithGoldPassages:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self._searched.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return what the environment finds, with gold passages added."""
+        """Return the search results of the environment, with gold passages added."""
         materials = list(await self._searched.search(query, entity))
         missed_passages = [
             passage
@@ -144,11 +147,12 @@ class WithGoldPassages:
 
 
 class WithAllGoldPassages:
-    """Adds every gold passage of a question to what a search shows, for synthesised trajectories.
+    """An environment for synthesised trajectories, which returns every gold passage of a question.
 
-    The best other materials that the search found stay as distractors, so that there are as many
-    materials as the search found. `fit` says which of the first materials have room. Those that the
-    query names come first. The result is shuffled.
+    The best other search results fill the remaining places as distractors. So a search returns as
+    many results as without gold passages, or more if there are more gold passages. `fit` returns
+    the leading results that have room in the observation; gold passages that the query names come
+    first. The order of the results is then shuffled.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -165,10 +169,11 @@ class WithAllGoldPassages:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self._searched.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return all gold passages and the best other materials, as many as have room."""
+        """Return all gold passages and the best other results, as far as they have room."""
         materials = await self._searched.search(query, entity)
         gold_passages = [passage for passage in self._question.gold_passages if passage.text]
         gold_materials = [_gold_material(passage, materials) for passage in gold_passages]
@@ -186,20 +191,20 @@ class WithAllGoldPassages:
 
 
 def is_named_by(query: str, title: str) -> bool:
-    """Return whether a query names a title.
+    """Return whether a query contains a title.
 
-    Capital and small letters and the title's parenthesis do not matter.
+    Upper and lower case make no difference. A parenthesis at the end of the title is ignored.
     """
     return title.partition(" (")[0].casefold() in query.casefold()
 
 
 def passage_material(title: str, text: str) -> Material:
-    """Return a passage as a search shows it."""
+    """Return a passage as a search result."""
     return Material(text=f"{title}: {text}" if title.strip() else text, title=title)
 
 
 def _gold_material(passage: GoldPassage, materials: Sequence[Material]) -> Material:
-    """Return the material that shows the passage, or a new one if there is none."""
+    """Return the search result that shows the gold passage, or a new one if none does."""
     for material in materials:
         if material.shows(passage):
             return material
@@ -207,14 +212,14 @@ def _gold_material(passage: GoldPassage, materials: Sequence[Material]) -> Mater
 
 
 def _material(entity: Entity, end: End) -> Material:
-    """Return a triple of the searched entity as a search shows it."""
+    """Return a triple of the searched entity as a search result."""
     triple = end.triple
     if end.as_object:
         subject = Entity(id=end.subject_key, label=triple.subject)
     else:
         subject = entity
 
-    # A literal is no entity.
+    # A literal object, such as a date, is no entity.
     if end.object_key is None:
         text = f"{subject.label}, {triple.relation}, {triple.object}"
         return Material(text=text, entities=(subject,))
@@ -228,5 +233,5 @@ def _material(entity: Entity, end: End) -> Material:
 
 
 def words(text: str) -> set[str]:
-    """Return the different words of a text, in small letters."""
+    """Return the set of words of a text, in lower case."""
     return set(_words.findall(text.casefold()))

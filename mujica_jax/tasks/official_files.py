@@ -1,4 +1,4 @@
-"""The official files of each question set: names, origin and size."""
+"""The official files of each question set: their names, origin, size and download addresses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,18 +8,20 @@ from collections.abc import Mapping
 class OfficialFiles:
     """The official files of one question set."""
 
+    # Names of the files.
     names: tuple[str, ...]
-    # As the paper names it.
+    # Where the files come from, in words.
     origin: str
+    # Address of the page from which they can be downloaded.
     page: str
-    # Roughly, of all files together.
+    # Approximate size of all files together.
     size: str
-    # Files that are read too where they lie beside the others.
+    # Names of further files that are also read if they are in the same folder.
     optional: str = ""
 
     @property
     def summary(self) -> str:
-        """The files and their origin, for messages."""
+        """The names of the files and their origin, for messages."""
         return f"{' and '.join(self.names)} from {self.origin}"
 
 
@@ -89,8 +91,9 @@ _NQ = (
 _TRIVIA = "http://nlp.cs.washington.edu/triviaqa/data/triviaqa-unfiltered.tar.gz"
 _AMBIG = "https://nlp.cs.washington.edu/ambigqa/data/ambignq_light.zip"
 
-# By kind and split: the address, and the name of the file where the address is an archive. Only
-# files whose checksum is known (open_domain/checksums.tsv) are downloaded.
+# (address, member) by kind and split. If the address is an archive, `member` is the name of the file
+# in it. Otherwise `member` is empty. Only files with a known checksum (open_domain/checksums.tsv) are
+# downloaded.
 DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "hotpotqa": {
         "train": (f"{_HOTPOT}/hotpot_train_v1.1.json", ""),

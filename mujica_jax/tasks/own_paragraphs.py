@@ -1,8 +1,8 @@
-"""The paragraphs that a data set gives with each question, as a pool of evidence.
+"""An environment of the paragraphs that a data set gives with each question.
 
-HotpotQA and 2WikiMultihopQA give ten with a question, MuSiQue twenty: the gold ones and
-distractors. EviPath's synthesis answers every sub-question from all of them, and searches nothing
-("From Evidence to Trajectory", section 4.2).
+HotpotQA and 2WikiMultihopQA give ten paragraphs with a question, MuSiQue twenty. They are the gold
+paragraphs and distractors. EviPath's synthesis answers every sub-question from all of them without
+a search ("From Evidence to Trajectory", section 4.2).
 """
 
 import random
@@ -18,13 +18,14 @@ Fit = Callable[[Sequence[Material]], Sequence[Material]]
 
 
 class OwnParagraphs:
-    """An `Environment` in which every search shows the question's own paragraphs.
+    """An `Environment` in which every search returns the question's own paragraphs.
 
-    They are shuffled anew for each query.
+    `fit` returns the leading paragraphs that have room in the observation. Before it is called,
+    gold paragraphs that the query names come first, then the other gold paragraphs, then the
+    distractors. The result is shuffled, in a new order for each query.
 
-    `fit` says which of the first materials have room. Gold paragraphs come first, those that the
-    query names before the others. A paragraph is gold by its title and text, or by its title alone
-    where no paragraph has the text of the gold passage.
+    A paragraph is gold if a gold passage has its title and text. If no paragraph has the text of a
+    gold passage, then every paragraph with its title is gold.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -33,7 +34,8 @@ class OwnParagraphs:
         self._question = question
         self._fit = fit
         distinct_paragraphs = list(dict.fromkeys(paragraphs))
-        gold: dict[GoldPassage, None] = {}  # an ordered set
+        # Used as an ordered set.
+        gold: dict[GoldPassage, None] = {}
         for passage in question.gold_passages:
             same_title = [
                 paragraph for paragraph in distinct_paragraphs if paragraph.title == passage.title
@@ -46,11 +48,11 @@ class OwnParagraphs:
                 gold[passage] = None
         self._gold = list(gold)
         self._others = [paragraph for paragraph in distinct_paragraphs if paragraph not in gold]
-        # Nothing is searched, so this stays empty.
+        # Nothing is searched, so the statistics stay empty.
         self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return the question's paragraphs. Texts have no candidates, so `entity` is not read."""
+        """Return the question's paragraphs. `entity` is not used."""
         del entity
         gold = sorted(self._gold, key=lambda paragraph: not is_named_by(query, paragraph.title))
         materials = [

@@ -1,4 +1,4 @@
-"""Open what tasks over passages search: an index on disk, a service, or BM25 in memory."""
+"""Open the passages that a task searches: an index on disk, a service, or BM25 in memory."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +21,10 @@ from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.environment import TextEnvironment, words
 from mujica_jax.tasks.question_fields import passage_key, title_key
 
-# Two texts of one title are versions of one paragraph from this share of common words on. Of 626
-# pairs of paragraphs with one title in MuSiQue's files, a tenth share more, and those are versions;
-# the median shares a quarter.
+# Two texts with the same title are versions of one paragraph if they share at least this part of
+# their words. In MuSiQue's files there are 626 pairs of paragraphs with the same title. A tenth of
+# the pairs share more, and all of these are versions of one paragraph. The median pair shares a
+# quarter.
 SAME_PARAGRAPH = 0.6
 
 HTTP = ("http://", "https://")
@@ -32,16 +33,17 @@ Corpus = Callable[[], Sequence[Passage]]
 
 
 def fetched_index(index: str | None) -> str | None:
-    """Return the local folder of an index. An index in a bucket is copied to this host once."""
+    """Return the local folder of an index. An index in a bucket is first copied to this host."""
     if index is None or not index.startswith("gs://"):
         return index
     return str(distributed.primary_first("the index", lambda: local_folder(index)))
 
 
 def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Sequence[Passage]]:
-    """Return what is searched, and the passages in which questions have their gold ones.
+    """Return the retriever of a task, and the passages among which gold passages are found.
 
-    `corpus` returns the passages that are searched where the configuration names no index.
+    `corpus` returns the task's own passages. They are searched if the configuration names no index.
+    Raises UserError if the index does not fit the configuration.
     """
     if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
@@ -55,14 +57,14 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
 
 
 def is_service(index: str | None) -> bool:
-    """Return whether passages are searched behind an address."""
+    """Return whether the index is the address of a passage service."""
     return index is not None and index.startswith(HTTP)
 
 
 class OwnPassages(Mapping[str, TextEnvironment]):
-    """The passages that are given with each question, by the question's id.
+    """Environments over the passages that are given with each question, by question id.
 
-    They are searched by BM25. The index of a question is made on first use.
+    Each environment searches the passages of one question by BM25. It is made on first use.
     """
 
     def __init__(self, contexts: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
@@ -84,7 +86,7 @@ class OwnPassages(Mapping[str, TextEnvironment]):
         return len(self._contexts)
 
     def describe(self) -> str:
-        """Say how many of a question's passages one search shows at most."""
+        """Return how many of a question's passages one search shows, as in "5 of 10 passages"."""
         sizes = sorted({len(passages) for passages in self._contexts.values()})
         size_range = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         return f"{self._top_k} of {size_range} passages"
@@ -93,37 +95,40 @@ class OwnPassages(Mapping[str, TextEnvironment]):
 def leave_incomplete_out(
     config: MultiHopConfig | TwoWikiConfig, incomplete: Collection[str], questions: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which questions the distractor setting leaves out, and a sentence about them.
+    """Return the ids of questions that the distractor setting leaves out, and notes about them.
 
-    `incomplete` are the ids of questions without all gold passages among their own. Raises
-    UserError where all are.
+    `incomplete` holds the ids of questions whose own passages lack a gold passage. `questions` is
+    the number of all questions. Raises UserError if all questions would be left out.
     """
     if not incomplete:
         return (), ()
     missing = (
-        f"{len(incomplete):,} of {questions:,} questions have not all gold passages among their own"
+        f"{len(incomplete):,} of {questions:,} questions lack a gold passage among their own "
+        "passages"
     )
     if config.keep_incomplete:
-        note = f"{missing} and are asked all the same (task.keep_incomplete is True)"
+        note = f"{missing}; they are asked, because task.keep_incomplete is True"
         return (), (note,)
     if len(incomplete) == questions:
         raise UserError(
             f"none of the {questions:,} questions in {config.data_dir} has all of its gold "
-            "passages among its own, which task.setting distractor means (HotpotQA's fullwiki file "
-            "is such a file): give files with them, set --task.setting open, or keep these "
-            "questions with --task.keep-incomplete True"
+            "passages among its own passages, but task.setting distractor needs them (HotpotQA's "
+            "fullwiki file lacks them): give other files, or --task.setting open, or "
+            "--task.keep-incomplete True to ask these questions anyway"
         )
-    note = f"{missing} and are left out (--task.keep-incomplete True keeps them)"
+    note = f"{missing}; they are left out, and --task.keep-incomplete True would keep them"
     return tuple(incomplete), (note,)
 
 
 class GoldInCorpus:
-    """Finds gold passages among the passages that are searched: by title and text.
+    """Find gold passages among the passages that are searched, by title and text.
 
-    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). If
-    it has the title and not the text, the passage of that title with the most words in common
-    counts, if these are enough. With `by_title` every passage of the title counts: behind an
-    address the texts are not known.
+    A corpus can hold another version of a paragraph (another cut of the article, or a newer text).
+    If the corpus has the title but not the text, the passage with that title and the most words in
+    common is compared. It counts as gold if the two share at least SAME_PARAGRAPH of their words.
+
+    With `by_title` every passage with the title counts as gold. This is for passage services, whose
+    texts are not known.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class GoldInCorpus:
             same_title.setdefault(passage_key(gold_passage), gold_passage)
 
     def find(self, passage: GoldPassage) -> GoldPassage | None:
-        """Return the gold passage as it is searched, or None where the corpus lacks it."""
+        """Return the gold passage in the corpus's version, or None if the corpus lacks it."""
         same_title = self._passages.get(title_key(passage.title), {})
         candidates = list(same_title.values())
         if self._by_title:
@@ -148,7 +153,7 @@ class GoldInCorpus:
         if not candidates:
             return None
 
-        # Where nothing says which of several passages is meant, each of them counts.
+        # Without a text, each of several passages with this title counts as gold.
         if not passage.text.strip():
             return candidates[0] if len(candidates) == 1 else GoldPassage(title=passage.title)
 
@@ -160,9 +165,9 @@ class GoldInCorpus:
         return most_similar
 
     def find_all(self, passages: Collection[GoldPassage]) -> tuple[GoldPassage, ...] | None:
-        """Return all passages as they are searched, each once.
+        """Return all gold passages in the corpus's versions, each once.
 
-        The result is None where there are none, or where the corpus lacks one.
+        The result is None if there are no gold passages, or if the corpus lacks one.
         """
         if not passages:
             return None
@@ -176,7 +181,7 @@ class GoldInCorpus:
 
 
 def as_passages(gold_passages: Collection[GoldPassage]) -> list[Passage]:
-    """Return the passages as an index takes them."""
+    """Return gold passages as the passages of an index, numbered from 0."""
     return [
         Passage(id=str(number), title=passage.title, text=passage.text)
         for number, passage in enumerate(gold_passages)
@@ -186,7 +191,7 @@ def as_passages(gold_passages: Collection[GoldPassage]) -> list[Passage]:
 def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage]:
     """Return the passages with one of these titles.
 
-    Accents, spaces and HTML entities of a title may be written in any way.
+    Titles also match if their accents, spaces or HTML entities are written in another way.
     """
     keys = {title_key(title) for title in titles}
     if not isinstance(passages, PassageFile):
@@ -195,7 +200,7 @@ def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage
 
 
 def _shared_words(first: str, second: str) -> float:
-    """Return the share of the different words of the shorter text that the longer one has too."""
+    """Return which share of the shorter text's distinct words the longer text has too."""
     first_words = words(first)
     second_words = words(second)
     word_count = min(len(first_words), len(second_words))
@@ -209,29 +214,30 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
     if config.index is None:
         if config.retriever == "dense":
             raise UserError(
-                "retriever is dense and index is None: make an index of the corpus with `python -m "
-                f"mujica_jax.index build --corpus FILE --embedder {config.embedder} --out DIR` and "
-                "give --task.index DIR"
+                "task.retriever is dense, but task.index is None: make an index of the corpus with "
+                f"`python -m mujica_jax.index build --corpus FILE --embedder {config.embedder} "
+                "--out DIR` and give --task.index DIR"
             )
         return Bm25Index(corpus(), "default")
 
     kind = KIND if config.index.startswith(SCHEME) else read_kind(config.index)
     if kind == KIND:
         raise UserError(
-            f"environment is text and the index {config.index} is a graph: give an index of "
+            f"task.environment is text, but task.index {config.index} is a graph: give an index of "
             "passages, or --task.environment graph"
         )
     if (kind == "bm25") != (config.retriever == "bm25"):
         raise UserError(
-            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give "
-            f"--task.retriever {'bm25' if kind == 'bm25' else 'dense'} or another index"
+            f"task.retriever is {config.retriever}, but task.index {config.index} is of kind "
+            f"{kind}: give --task.retriever {'bm25' if kind == 'bm25' else 'dense'}, or another "
+            "index"
         )
 
     embedder = config.embedder if config.retriever == "dense" else None
     index = open_index(config.index, embedder)
     if config.top_k > len(index.passages):
         raise UserError(
-            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} "
-            "passages: lower top_k"
+            f"task.top_k is {config.top_k}, but task.index {config.index} only holds "
+            f"{len(index.passages):,} passages: lower task.top_k"
         )
     return index

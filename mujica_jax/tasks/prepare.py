@@ -1,10 +1,10 @@
-"""Prepare a question set for TensorFlow Datasets, from its official files.
+"""Prepare a question set for TensorFlow Datasets from its official files.
 
     python -m mujica_jax.tasks.prepare hotpotqa --from DIR
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
 
-`--help` lists the sets, and the files that each needs. If a preparation is killed, start the same
-command again.
+`--help` lists the question sets and the official files that each one needs. If a preparation is
+killed, start the same command again.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
 from mujica_jax.tasks.sources import describe_sources, question_files
 
 LOCK = ".lock"
-# What TensorFlow Datasets calls a folder that it is still writing.
+# Pattern of the folders that TensorFlow Datasets is still writing.
 INCOMPLETE = "incomplete.*"
-# The message of another library's error is cut to this length.
+# Messages of other libraries are cut to this length.
 MAX_REASON_CHARACTERS = 200
 ARCHIVES = ("*.zip", "*.tar", "*.tar.gz", "*.tgz")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the set that the arguments name.
+    """Prepare the question set that the arguments name, and return the exit status.
 
-    Return the exit status: 0 done or there already, 2 a user's mistake, 130 interrupted.
+    0: the set is prepared, or was prepared before. 2: a mistake of the user. 130: interrupted.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -44,20 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted, and nothing was kept: the same command starts again", file=sys.stderr)
+        print("interrupted, nothing was kept: start the same command again", file=sys.stderr)
         return 130
     return 0
 
 
 def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> str:
-    """Prepare a set in `data_dir` unless it is there already. Return a sentence about it.
+    """Prepare a question set in `data_dir`, unless it is already there. Return a sentence about it.
 
-    Without `official_folder` the files are downloaded, which some sets allow.
+    Without `official_folder` the official files are downloaded. This is possible for some sets
+    only. Raises UserError.
     """
     root = _local_folder(data_dir or data_folder.default_folder())
     source = None if official_folder is None else Path(official_folder).expanduser()
     if source is None and kind not in DOWNLOADS:
-        raise UserError(f"{kind} is not downloaded: {how_to_get(kind)} and give it with --from DIR")
+        raise UserError(
+            f"{kind} cannot be downloaded: {how_to_get(kind)} and give it with --from DIR"
+        )
     if source is not None:
         _check_official_folder(source, kind)
 
@@ -73,69 +76,76 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
         if existed_before and source is not None:
             _check_same_sources(folder, source, kind)
 
-    # Say what there is, and how a run reads it.
+    # Describe the prepared set, and the flags with which a run reads it.
     examples = ", ".join(f"{size:,} in {split}" for split, size in sizes.items())
     if data_dir is None:
         name = f"{data_folder.PREFIX}{kind}"
     else:
         name = f"{data_folder.PREFIX}{root}/{kind}"
-    state = "is there already" if existed_before else "is prepared"
+    state = "was already prepared" if existed_before else "is prepared"
     return f"{folder} {state} ({examples}): --task.kind {kind} --task.data-dir {name}"
 
 
 def how_to_get(kind: str) -> str:
-    """Return which official files a set is prepared from, as advice to the user."""
+    """Return the advice where to get the official files of a set and where to put them."""
     official = OFFICIAL_FILES[kind]
     names = " and ".join(official.names)
     return f"put {names} (about {official.size}, from {official.page}), plain or .gz, into a folder"
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=data_folder.PREPARE,
-        description="Prepare a question set for TensorFlow Datasets, from its official files.",
+        description="Prepare a question set for TensorFlow Datasets from its official files.",
         epilog=_help_of_sets(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help=", ".join(OFFICIAL_FILES))
+    parser.add_argument(
+        "name", metavar="NAME", help=f"question set to prepare: {', '.join(OFFICIAL_FILES)}"
+    )
     parser.add_argument(
         "--from",
         dest="official_folder",
         metavar="DIR",
-        help="folder with the official files, plain or .gz",
+        help="folder with the official files, plain or .gz (default: download them)",
     )
     parser.add_argument(
         "--data-dir",
         metavar="DATA",
-        help="folder of TensorFlow Datasets (default: $TFDS_DATA_DIR, or ~/tensorflow_datasets)",
+        help="folder for prepared data sets (default: $TFDS_DATA_DIR, or ~/tensorflow_datasets)",
     )
     return parser
 
 
 def _help_of_sets() -> str:
-    """Return the part of the help text that lists the sets."""
+    """Return the part of the help text that lists the question sets and their files."""
     lines = ["official files:"]
     for kind, official in OFFICIAL_FILES.items():
         lines.append(f"  {kind}: {' and '.join(official.names)} (about {official.size})")
         if official.optional:
-            lines.append(f"      also read: {official.optional}")
+            lines.append(f"      also read, if present: {official.optional}")
         lines.append(f"      from {official.page}")
-    lines.append(f"Without --from, these are downloaded: {', '.join(DOWNLOADS)}.")
+    lines.append(f"Without --from, these sets can be downloaded: {', '.join(DOWNLOADS)}.")
     return "\n".join(lines)
 
 
 def _local_folder(data_dir: str) -> Path:
+    """Return a folder as a path. Raises UserError if it is not on a local disk."""
     if "://" in data_dir:
         raise UserError(
-            f"a data set is prepared on local disk and the folder is {data_dir}: give a local "
-            "--data-dir, and copy it there afterwards"
+            f"a data set is prepared on a local disk, but the folder is {data_dir}: give a local "
+            "folder with --data-dir, and copy it afterwards"
         )
     return Path(data_dir).expanduser()
 
 
 def _check_official_folder(folder: Path, kind: str) -> None:
-    """Check that there are files with questions. Raises UserError with what the set needs."""
+    """Check that a folder has files with questions.
+
+    Raises UserError. The message says which files the set needs.
+    """
     if not folder.exists():
         problem = "does not exist"
     elif not folder.is_dir():
@@ -151,20 +161,23 @@ def _check_official_folder(folder: Path, kind: str) -> None:
     if archives:
         advice = f"unpack {', '.join(archives)} there"
     else:
-        advice = f"{how_to_get(kind)} and give that"
+        advice = f"{how_to_get(kind)} and give that folder"
     raise UserError(f"--from is {folder}, which {problem}: {advice}")
 
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Lock the folder of a data set for one process. Remove what a killed process left there."""
+    """Lock the folder of a data set for this process, and remove remains of a killed process.
+
+    Raises UserError if another process holds the lock.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with (home / LOCK).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process prepares {home}: wait for it, or give another --data-dir"
+                f"another process is preparing {home}: wait for it, or give another --data-dir"
             ) from error
         for leftover in home.glob(INCOMPLETE):
             shutil.rmtree(leftover)
@@ -173,7 +186,7 @@ def _locked(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
-    """Turn what a full or forbidden disk raises into one sentence for the user."""
+    """Turn OSError, as a full or read-only disk raises it, into UserError."""
     try:
         yield
     except OSError as error:
@@ -184,7 +197,11 @@ def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
 
 
 def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
-    """Fill the folder of the set. It gets its name when it is complete."""
+    """Prepare the set with TensorFlow Datasets. The folder gets its final name when complete.
+
+    `source` is the folder with the official files, or None to download them. Raises UserError, or
+    OSError for an error of the disk.
+    """
     import tensorflow
     import tensorflow_datasets
     from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
@@ -202,7 +219,7 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
             NonMatchingChecksumError,
         )
     try:
-        # What TensorFlow Datasets prints on its way is not the command's result.
+        # stdout is for the command's result, so progress messages go to stderr.
         with contextlib.redirect_stdout(sys.stderr), data_folder.without_root_handler():
             builder = BUILDERS[kind](data_dir=root)
             builder.download_and_prepare(download_config=config)
@@ -214,7 +231,7 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
     except UserError:
         raise
     except Exception as error:
-        # TensorFlow has errors of its own for a full disk, and TensorFlow Datasets wraps them.
+        # For a full disk TensorFlow has its own errors, which TensorFlow Datasets wraps.
         for cause in _causes(error):
             if isinstance(cause, (OSError, tensorflow.errors.OpError)):
                 raise OSError(str(cause)) from error
@@ -222,26 +239,30 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, what it was raised from, and so on."""
+    """Yield the error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _shortened(error: Exception) -> str:
+    """Return the message of an error, cut to MAX_REASON_CHARACTERS."""
     return textwrap.shorten(str(error), MAX_REASON_CHARACTERS) or type(error).__name__
 
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
-    """Check that a set which is there already was made of the same files."""
+    """Check that an existing prepared folder was made from the same official files.
+
+    Raises UserError.
+    """
     prepared_sources = data_folder.sources_of(folder, kind)
     new_sources = describe_sources(source, kind)
     names = sorted(prepared_sources.keys() | new_sources.keys())
     different = [name for name in names if prepared_sources.get(name) != new_sources.get(name)]
     if prepared_sources and different:
         raise UserError(
-            f"{folder} is there already and was prepared from other files than those in {source} "
-            f"({', '.join(different)}): remove that folder first, or give another --data-dir"
+            f"{folder} was already prepared, but from other files than those in {source} "
+            f"({', '.join(different)}): remove {folder} first, or give another --data-dir"
         )
 
 

@@ -1,4 +1,4 @@
-"""Read a folder that TensorFlow Datasets has prepared (`tasks/open_domain/builders.py`)."""
+"""Read a folder that TensorFlow Datasets prepared (see `tasks/open_domain/builders.py`)."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from mujica_jax.tasks.data_folder import damaged, require_tensorflow, without_ro
 
 
 def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield the rows of a prepared folder, each with whether it is for training.
+    """Yield (is for training, row) for each row of a prepared folder.
 
     Raises UserError for a damaged folder.
     """
@@ -30,17 +30,18 @@ def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any
                 yield is_training, row
             if count != info.num_examples:
                 raise ValueError(
-                    f"{split} has {count:,} examples and should have {info.num_examples:,}"
+                    f"{split} has {count:,} examples but should have {info.num_examples:,}"
                 )
-    except Exception as error:  # TensorFlow and TensorFlow Datasets raise errors of many kinds
+    # TensorFlow and TensorFlow Datasets raise errors of many kinds.
+    except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
 
 
 def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
-    """Return the official records of a prepared folder in the order of their files.
+    """Return (place, record) for each official record of a prepared folder, in the files' order.
 
-    Each comes with its place.
+    The place names the folder and the record for error messages.
     """
     rows = sorted((row["id"].decode(), row["record"]) for _, row in prepared_rows(folder, kind))
     return [(f"{folder}, {place}", json.loads(record)) for place, record in rows]

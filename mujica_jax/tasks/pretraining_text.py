@@ -1,51 +1,55 @@
-"""Pre-training documents: what a from-scratch decoder learns to read on, in place of the web.
+"""Generate pre-training documents, from which a decoder from scratch learns to read lists.
 
-A language model that has read nothing cannot copy a name or find a line in a list. A demonstration
-shows it one look-up among a hundred tokens, and a few hundred demonstrations are learnt by heart
-before they are understood.
+A language model without pre-training cannot copy a name or find a line in a list. Demonstrations
+alone do not teach it: each shows one look-up among a hundred tokens, and a few hundred
+demonstrations are memorised before they are understood.
 
-A document here lists some facts of one entity, as materials look, and reads them off again in
-another order, each with the number of its line. The loss is on all of it, as in pre-training: a
-label that every line repeats is a lesson in copying too. Facts are drawn again for every document,
-any label of a kind with any value of a relation. So there is nothing to remember and all to look
-up. Other documents put years in order, which is all that a reader needs to know about dates.
+There are two kinds of documents:
 
-They have no question, plan or answer. How to search is learnt from demonstrations and from MyGO
-alone.
+- Most documents list facts of one entity in the form of search results. Then they repeat the facts
+  in another order, each with the number of its line. The loss is on every token, so the label that
+  each line repeats teaches copying too. Facts are drawn anew for every document: any label of a
+  kind with any value of a relation. So there is nothing to memorise, and every fact must be looked
+  up.
+- The other documents put years in order. Readers need to know no more about dates.
+
+The documents contain no question, plan or answer. How to search is only learnt from demonstrations
+and from MyGO.
 """
 
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-# The share of the documents that put years in order.
+# The share of documents that put years in order.
 YEARS_SHARE = 0.15
-# The share of the other documents that read a relation which they do not list.
+# The share of the other documents that also repeat a relation that they do not list.
 ABSENT_SHARE = 0.3
-# The share of the lines that name the entity as their object.
+# The share of lines in which the entity is the object.
 REVERSED_SHARE = 0.2
+# The maximum number of years in one document.
 MAX_YEARS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The material of documents, from the training side of a task."""
+    """The names and values from which documents are made. They are from the training side."""
 
-    # Labels of entities by kind.
+    # Labels of entities, by kind of entity.
     labels: Mapping[str, Sequence[str]]
-    # Objects by kind of entity and relation.
+    # Values of relations, by kind of entity and relation.
     values: Mapping[str, Mapping[str, Sequence[str]]]
-    # First and last year.
+    # The first and the last year that may occur.
     years: tuple[int, int]
-    # How many lines a document lists at most.
+    # The maximum number of facts that a document lists.
     max_facts: int
 
 
 def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
-    """Yield endless documents: a list, a line break, and what is read off the list."""
+    """Yield documents without end. A document is a list, a line break, and readings of it."""
     draw = random.Random(f"reading {seed}")
     kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
-    # Kinds with many relations make long lists, and long lists are what there is to learn from.
+    # Kinds with many relations give long lists, and long lists teach more.
     weights = [len(vocabulary.values[kind]) ** 2 for kind in kinds]
     while True:
         if draw.random() < YEARS_SHARE:
@@ -66,14 +70,15 @@ def _years(draw: random.Random, years: tuple[int, int]) -> str:
 
 
 def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
-    """Return a document that lists facts of an entity of this kind, and reads them off."""
+    """Return a document that lists facts of an entity of this kind, and repeats them."""
     relations = sorted(vocabulary.values[kind])
     label = draw.choice(vocabulary.labels[kind])
     fact_count = min(len(relations), draw.randint(2, vocabulary.max_facts))
     listed_relations = draw.sample(relations, fact_count)
 
-    # List the facts. In some lines the entity is the object, and such lines are not read off.
-    facts: list[tuple[str, str, int]] = []  # relation, value and number of the line
+    # List the facts. In some lines the entity is the object. These lines are not repeated.
+    # Each entry of `facts` is (relation, value, number of the line).
+    facts: list[tuple[str, str, int]] = []
     lines = []
     for number, relation in enumerate(listed_relations):
         value = draw.choice(vocabulary.values[kind][relation])
@@ -84,7 +89,7 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
             lines.append(f"[{number}] {label}, {relation} [{number}] {value}")
             facts.append((relation, value, number))
 
-    # Read them off in another order, sometimes with a relation that no line has.
+    # Repeat the facts in another order, sometimes with a relation that no line has.
     draw.shuffle(facts)
     relations_of_facts = {relation for relation, _, _ in facts}
     absent_relations = [relation for relation in relations if relation not in relations_of_facts]
@@ -98,5 +103,5 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
             reading += f" The {relation} of {label} is {value}."
         readings.append(reading)
 
-    # They stand on one line. So a word is the same token here and above, with a space before it.
+    # All facts are on one line. So each word has a space before it and is the same token as above.
     return "\n".join(["Materials:", *lines, f"Read: {'; '.join(readings)}"])

@@ -1,9 +1,9 @@
 """Read the fields of question records: ids, answers, paragraphs, supporting facts.
 
-A value with only one possible meaning is read. A number is read as its text, and `true` and `false`
-as the answers "yes" and "no". HTML entities are read as their characters (HotpotQA's files are full
-of `&amp;`). Everything else raises TypeError or ValueError, which the readers turn into one
-sentence with file and line.
+A value is accepted if it has only one possible meaning. A number is read as its text, and `true`
+and `false` as the answers "yes" and "no". HTML entities are replaced by their characters (HotpotQA
+often writes `&amp;`). Every other value raises TypeError or ValueError. Callers turn these errors
+into one sentence with file and line.
 """
 
 import json
@@ -16,18 +16,22 @@ from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import check_text, in_one_form, open_text
 
-# Above it a float does not say which whole number was meant.
+# Above this number a float does not represent every whole number.
 MAX_WHOLE_NUMBER = 2**53
+# Number of characters that are read from a file at once.
 READ_CHARACTERS = 2**16
 
-# A gold title, and the number of a sentence where the record gives one.
+# The title of a gold passage, and the number of a sentence in it if the record names one.
 Fact = tuple[str, int | None]
-# A passage, and how many sentences it has.
+# A passage, and the number of its sentences.
 Paragraph = tuple[GoldPassage, int]
 
 
 def read_id(value: object) -> str:
-    """Return the id as a text. Numbers are allowed; true, null, NaN and blank texts are not."""
+    """Return an id as a text. The value is a text that is not blank, or a finite number.
+
+    Raises TypeError or ValueError for other values.
+    """
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -36,24 +40,25 @@ def read_id(value: object) -> str:
 
 
 def read_question(value: object) -> str:
-    """Return the text of a question."""
+    """Return the text of a question. Raises TypeError if the value is not a text."""
     if not isinstance(value, str):
         raise TypeError(f"the question is {value!r} and must be a text")
     return in_one_form(value).strip()
 
 
 def read_label(value: object) -> str:
-    """Return a kind of question, or another short field that may be missing."""
+    """Return the kind of a question, or another short field. A missing field is read as ""."""
     if value is None:
         return ""
     return in_one_form(value) if isinstance(value, str) else _number(value)
 
 
 def read_answers(values: object) -> tuple[str, ...]:
-    """Return the different answers of a list, the gold answer first.
+    """Return the distinct answers of a list, the gold answer first.
 
-    An answer with HTML entities counts in both forms, so that no score is lower than the official
-    script's. Blank answers are left out; a list without any other raises ValueError.
+    An answer with HTML entities is returned in both forms, so that no score is lower than with the
+    official script. Blank answers are left out. Raises TypeError if the value is not a list, and
+    ValueError if no answer is left.
     """
     if not isinstance(values, list | tuple):
         raise TypeError(f"answer is {_kind(values)} and must be a list")
@@ -66,9 +71,10 @@ def read_answers(values: object) -> tuple[str, ...]:
 
 
 def read_aliases(values: object) -> list[object]:
-    """Return the aliases of an answer, which may be missing.
+    """Return the aliases of an answer. Missing aliases are read as an empty list.
 
-    A single text is refused: its letters are not aliases.
+    Raises TypeError for other values than lists. A single text is also refused, because each of its
+    letters would be an alias.
     """
     if values is None:
         return []
@@ -78,18 +84,15 @@ def read_aliases(values: object) -> list[object]:
 
 
 def is_missing(answer: object) -> bool:
-    """Return whether a record has no answer, like those of official test files.
-
-    0 and false are answers.
-    """
+    """Return whether a record has no answer, as in official test files. 0 and false are answers."""
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def read_context(value: object) -> list[Paragraph]:
-    """Return the paragraphs given with a question. A paragraph that is given twice counts once.
+    """Return the paragraphs that are given with a question, without repetitions.
 
-    The value is `[[title, sentences], ...]`, or as in Hugging Face's copies `{"title": [...],
-    "sentences": [...]}`.
+    The value is `[[title, sentences], ...]`, or `{"title": [...], "sentences": [...]}` as in
+    Hugging Face's copies. Raises TypeError for other values.
     """
     if isinstance(value, Mapping):
         sentence_lists = value.get("sentences", value.get("content"))
@@ -105,10 +108,10 @@ def read_context(value: object) -> list[Paragraph]:
 
 
 def read_facts(value: object) -> list[Fact]:
-    """Return the supporting facts.
+    """Return the supporting facts of a question.
 
-    The value is a list of titles or of `[title, sentence]`, or Hugging Face's `{"title": [...],
-    "sent_id": [...]}`.
+    The value is a list of titles or of `[title, sentence number]`, or `{"title": [...], "sent_id":
+    [...]}` as in Hugging Face's copies. Raises TypeError for other values.
     """
     if isinstance(value, Mapping):
         value = [list(fact) for fact in zip(value["title"], value["sent_id"], strict=True)]
@@ -123,14 +126,14 @@ def read_facts(value: object) -> list[Fact]:
             facts.append((read_title(fact), None))
         else:
             raise TypeError(
-                f"a supporting fact is {_kind(fact)} and must be a title, or a title and a "
-                "sentence's number"
+                f"a supporting fact is {_kind(fact)} and must be a title, or a list of a title and "
+                "a sentence number"
             )
     return facts
 
 
 def read_title(value: object) -> str:
-    """Return a title, which may be missing."""
+    """Return a title. A missing title is read as ""."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -139,7 +142,10 @@ def read_title(value: object) -> str:
 
 
 def read_passage_text(value: object) -> str:
-    """Return the text of a paragraph that is given as one text or as a list of sentences."""
+    """Return the text of a paragraph. The value is one text or a list of sentences.
+
+    Raises TypeError for other values.
+    """
     if isinstance(value, str):
         return in_one_form(value).strip()
     if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
@@ -148,12 +154,13 @@ def read_passage_text(value: object) -> str:
 
 
 def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
-    """Return the paragraphs that the facts name.
+    """Return the paragraphs that the supporting facts name.
 
-    If several paragraphs have the title, those that are long enough for the named sentences count.
-    A title that no paragraph has is returned without a text.
+    If several paragraphs have the same title, those with enough sentences for all named sentence
+    numbers are gold. A title that no paragraph has is returned without a text.
     """
-    last_sentences: dict[str, int] = {}  # by title
+    # The largest sentence number that the facts name, by title.
+    last_sentences: dict[str, int] = {}
     for title, sentence in facts:
         last_sentences[title] = max(last_sentences.get(title, 0), sentence or 0)
 
@@ -173,14 +180,14 @@ def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[
 def with_texts(
     gold: Iterable[GoldPassage], context: Sequence[GoldPassage]
 ) -> tuple[GoldPassage, ...]:
-    """Join the gold passages of one question from several records.
+    """Merge the gold passages of one question from several records.
 
-    A title alone is replaced by the passages with that title among the other gold ones, or else in
-    the context.
+    A gold passage without a text is replaced by the other gold passages with its title. If there
+    are none, it is replaced by the passages of the context with its title.
     """
     distinct_gold = list(dict.fromkeys(gold))
 
-    # Find the passages that a title alone can stand for.
+    # Find the passages that can replace a title without a text.
     passages_by_title: dict[str, list[GoldPassage]] = {}
     for passage in distinct_gold:
         if passage.text:
@@ -191,7 +198,7 @@ def with_texts(
         if key not in titles_of_gold:
             passages_by_title.setdefault(key, []).append(passage)
 
-    # Put them in place of the titles.
+    # Replace the titles without a text.
     complete_gold: list[GoldPassage] = []
     for passage in distinct_gold:
         if passage.text:
@@ -205,22 +212,22 @@ def with_texts(
 
 
 def title_key(title: str) -> str:
-    """Return what equal titles share, however their spaces, accents and entities are written."""
+    """Return a title in one form of spaces, accents and HTML entities, to compare titles."""
     return " ".join(in_one_form(title).split())
 
 
 def passage_key(passage: GoldPassage) -> tuple[str, str]:
-    """Return what tells a passage from all others: its title and its text without spaces.
+    """Return a key that identifies a passage: its title, and its text without spaces.
 
-    Splitting a text into sentences changes its spaces.
+    Spaces are left out because splitting a text into sentences changes them.
     """
     return title_key(passage.title), "".join(in_one_form(passage.text).split())
 
 
 def check_characters(record: object, place: str) -> None:
-    """Raise UserError where a text of the record holds half of a surrogate pair.
+    """Check that no text of a record contains half of a surrogate pair.
 
-    Nothing can write such a text down.
+    Such a text cannot be encoded. `place` names the record in messages. Raises UserError.
     """
     record_text = json.dumps(record, ensure_ascii=False)
     try:
@@ -230,34 +237,40 @@ def check_characters(record: object, place: str) -> None:
 
 
 def check_not_blank(file: Path, *, holds: str = "question") -> None:
-    """Raise UserError for a file of nothing but white space: most likely a download that failed."""
+    """Check that a file is not blank. A blank file is most likely a failed download.
+
+    `holds` names what the file should contain. Raises UserError.
+    """
     with open_text(file) as text:
         while chunk := text.read(READ_CHARACTERS):
             if chunk.strip().strip("\ufeff"):
                 return
-    raise UserError(f"{file} is blank, there is no {holds} in it: fetch it again, or take it away")
+    raise UserError(f"{file} is blank and contains no {holds}: download it again, or remove it")
 
 
 def _answer(value: object) -> str:
-    """Return an answer as a text."""
+    """Return an answer as a text. true and false are "yes" and "no"."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else _number(value)
 
 
 def _number(value: Any) -> str:
-    """Return a number as a text, a whole one without a point."""
+    """Return a number as a text, a whole number without a decimal point.
+
+    Raises TypeError for other values, and ValueError for a number that is not finite.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} must be a text or a number")
     if not math.isfinite(value):
-        raise ValueError(f"{value!r} is no number that can be written as a text")
+        raise ValueError(f"{value!r} is not finite and must be a finite number")
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE_NUMBER:
         return str(int(value))
     return str(value)
 
 
 def _kind(value: object) -> str:
-    """Return what a value is, for messages."""
+    """Return the type of a value in words, for messages."""
     names = {
         str: "a text",
         dict: "an object",

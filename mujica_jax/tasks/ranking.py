@@ -1,8 +1,7 @@
-"""Rank the triples of an entity that has more than a search shows.
+"""Rank the triples of an entity that has more triples than a search returns.
 
-They are ranked by the words of the query, or by an embedder.
-Both rankings return the positions of all texts, best first. Texts with equal scores keep their
-order.
+`WordRanking` compares words, `DenseRanking` compares embeddings. Both return the positions of all
+texts, best first. Texts with equal scores keep their order.
 """
 
 import asyncio
@@ -24,10 +23,10 @@ from mujica_jax.retrieval.text.dense import ranked
 if TYPE_CHECKING:
     from mujica_jax.retrieval.embedding.embedder import Embedder
 
-# How many embeddings of triples are cached: 256 MiB of bge-large's.
+# Maximum number of cached embeddings. With bge-large they take 256 MiB.
 MAX_KEPT_ROWS = 65_536
 
-# Question words that the lists of bm25s lack.
+# Question words that are missing in the stop word lists of bm25s.
 MORE_STOP_WORDS = {
     "en": "could many may might much would",
     "de": (
@@ -38,13 +37,13 @@ MORE_STOP_WORDS = {
     "zh": "",
 }
 
-# Chinese and Japanese write no spaces, so each of their characters counts as a word.
+# Chinese and Japanese are written without spaces, so each of their characters counts as a word.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _words = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
 
 
 class Ranking(Protocol):
-    """Orders the triples of an entity."""
+    """A function that orders the triples of an entity for a query."""
 
     async def __call__(self, query: str, texts: Sequence[str]) -> Sequence[int]:
         """Return the positions of `texts`, best first. Raises RetrievalError."""
@@ -52,48 +51,53 @@ class Ranking(Protocol):
 
 
 class WordRanking:
-    """Ranks texts by the words that they share with the query. Stop words do not count.
+    """A ranking by the words that a text shares with the query. Stop words do not count.
 
-    A word weighs more if fewer texts have it, by BM25's formula over these texts alone:
+    A word has more weight if fewer of the texts contain it (the formula of BM25):
 
         score(q, d) = sum over words w in both of  ln(1 + (N - n(w) + 1/2) / (n(w) + 1/2))
 
-    So the searched entity's own label, which is in each of its triples, decides nothing. Words are
-    compared as they are: "wife" does not find the relation "spouse". That takes an embedder.
+    N is the number of texts, and n(w) the number of texts with the word w. The label of the
+    searched entity is in each of its triples, so it does not change their order. Words must match
+    exactly: "wife" does not find the relation "spouse". Only an embedder can do that.
     """
 
     def __init__(self, language: str = "en") -> None:
-        """Rank queries in `language`. They may also be in English, as the prompts are."""
+        """Rank for queries in `language` or in English, the language of the prompts."""
         self._language = language
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
         query_words = _words_of(query) - stop_words(self._language) - stop_words("en")
         shared_words = [query_words & _words_of(text) for text in texts]
-        counts: Counter[str] = Counter()  # n(w) of the formula
+        # The number of texts with each word, n(w) in the formula.
+        counts: Counter[str] = Counter()
         for words in shared_words:
             counts.update(words)
         weights: dict[str, float] = {}
         for word, count in counts.items():
             weights[word] = math.log1p((len(texts) - count + 0.5) / (count + 0.5))
 
-        # Sum in a fixed order. Sets of strings have none, and equal scores must stay equal.
+        # Add up the weights in sorted order. The order of a set varies, and with it the rounding of
+        # the sum, but equal scores must stay equal.
         scores = [sum(weights[word] for word in sorted(words)) for words in shared_words]
         return sorted(range(len(texts)), key=lambda position: -scores[position])
 
 
 class DenseRanking:
-    """Ranks texts by the inner product of their embeddings with the query's.
+    """A ranking by the inner product of the embeddings of text and query.
 
-    The texts of an entity are embedded together in batches, and their embeddings are cached for its
-    next search. They are cached by entity, so a search does not depend on the searches before it.
-    Any thread may call it.
+    The texts of an entity are embedded together in batches. Their embeddings are cached for the
+    next search of this entity. They are cached as a whole, so the result of a search does not
+    depend on earlier searches. The methods are thread-safe.
     """
 
     def __init__(self, embedder: "Embedder") -> None:
         self._embedder = embedder
         self._lock = threading.Lock()
-        # By the texts of an entity. The entity that was searched last is at the end.
+        # The embeddings [texts, width] of each entity, by its texts. The entity that was searched
+        # last is at the end.
         self._cached_vectors: OrderedDict[tuple[str, ...], np.ndarray] = OrderedDict()
+        # The number of embeddings in the cache.
         self._cached_rows = 0
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
@@ -104,15 +108,16 @@ class DenseRanking:
         return await asyncio.to_thread(self._ranked, query, tuple(texts))
 
     def _ranked(self, query: str, texts: tuple[str, ...]) -> list[int]:
+        """Return the positions of the texts, best first. It waits for the device."""
         try:
             with self._lock:
                 return ranked(self._embedder, query, texts, self._vectors(texts))
-        # Such as a device that ran out of memory.
+        # For example, the device ran out of memory.
         except (OSError, RuntimeError) as error:
             raise RetrieverUnavailableError(f"the embedder failed ({error})") from error
 
     def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
-        """Return the embeddings of an entity's texts, from the cache if it has them."""
+        """Return the embeddings [texts, width] of an entity, from the cache if they are there."""
         vectors = self._cached_vectors.pop(texts, None)
         if vectors is None:
             vectors = self._embedder.embed(texts, "passage")
@@ -126,9 +131,9 @@ class DenseRanking:
 
 @functools.cache
 def stop_words(language: str) -> frozenset[str]:
-    """Return the words of a language that do not tell what is asked.
+    """Return the words of a language that say nothing about the topic of a question.
 
-    They are the stop words of bm25s, and question words.
+    These are the stop words of bm25s and question words.
     """
     from bm25s import stopwords
 
@@ -142,4 +147,5 @@ def stop_words(language: str) -> frozenset[str]:
 
 
 def _words_of(text: str) -> set[str]:
+    """Return the set of words of a text, in lower case."""
     return set(_words.findall(text.casefold()))

@@ -1,4 +1,4 @@
-"""The official files that a question set is made of."""
+"""Find and describe the official files of a question set."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, GRAPH_FILES, QUESTIO
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files with questions, in a fixed order."""
+    """Return the files with questions in a folder, in a fixed order."""
     if kind == "two_wiki":
         return data_files(folder, QUESTION_FILES, "questions", needed=False)
     if kind == "qald10":
@@ -20,9 +20,9 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 
 def further_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files that the task reads beside the questions.
+    """Return the files that the task reads besides the questions.
 
-    Those of 2WikiMultihopQA are aliases, triples and passages. The other sets have none.
+    2WikiMultihopQA has files with aliases, triples and passages. The other sets have none.
     """
     if kind != "two_wiki":
         return []
@@ -32,7 +32,11 @@ def further_files(folder: Path, kind: str) -> list[Path]:
 
 
 def describe_sources(folder: Path, kind: str) -> dict[str, Any]:
-    """Return size and checksum of each file of the set by its name, and whether it is copied."""
+    """Return a description of each file of the set, by file name.
+
+    A description holds the size in bytes, the SHA-256 checksum, and whether the file is copied into
+    the prepared data set.
+    """
     copied_files = further_files(folder, kind)
     descriptions: dict[str, Any] = {}
     for file in (*question_files(folder, kind), *copied_files):

@@ -1,8 +1,8 @@
-"""The task door: questions by split, an environment for each question, and a scoring rule.
+"""The interface of a task: questions in splits, an environment for each, and a scoring rule.
 
-Methods and agents see these protocols and never a concrete task. What only a model that starts from
-scratch needs (demonstrations, pre-training text, text for a tokenizer) is a second protocol, which
-a real data set may leave out.
+Methods and agents only use these protocols and never a concrete task. `FromScratchTask` is a second
+protocol for what only a model from scratch needs: demonstrations, pre-training text and tokenizer
+text. A real data set does not have to implement it.
 """
 
 import dataclasses
@@ -14,35 +14,37 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 
-Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
+# Learn on train, choose settings on dev, report scores on test.
+Split = Literal["train", "dev", "test"]
 EnvironmentKind = Literal["graph", "text"]
 
 
 def hash_of(question_id: str) -> int:
-    """Return a hash of an id, by which questions are split and ordered.
+    """Return a hash of a question's id. Questions are split and ordered by it.
 
-    It is the same on every machine, and does not change when files are added.
+    The hash is the same on every machine, and does not change when files are added.
     """
     return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Material:
-    """One thing a search returned: the line shown to the worker, and the entities it names."""
+    """One result of a search: a triple or a passage, as the model reads it."""
 
-    # "subject, relation, object", or "title: passage".
+    # The line that the model reads: "subject, relation, object" or "title: passage".
     text: str
-    # Subject and object of a triple. Literals (dates) are no entities. Passages have none.
+    # The subject and the object of a triple. A literal, such as a date, is no entity. Empty for a
+    # passage.
     entities: tuple[Entity, ...] = ()
-    # The title of a passage. Triples have none.
+    # The title of a passage. Empty for a triple.
     title: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Subject, relation and object of a triple.
 
-        For a passage, and for a line that was cut, it is the text alone. Subject and object may
-        have commas, and the relation none.
+        For a passage, and for a line that was cut, the only part is the text. The subject and the
+        object may contain commas. The relation contains none.
         """
         subject = self.entities[0].label if self.entities else ""
         if not subject or not self.text.startswith(f"{subject}, "):
@@ -52,64 +54,74 @@ class Material:
         return (subject, relation, triple_object) if comma else (self.text,)
 
     def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
-        """Return whether this is the passage.
+        """Return whether this search result is the gold passage.
 
-        It has the same title, and the same text if the passage's text is known. With `cut` it may
-        be the beginning of a longer passage.
+        The titles must be equal. If the text of the gold passage is known, the texts must be equal
+        too. With `cut` the search result may be the beginning of the gold passage.
         """
         same_title = " ".join(self.title.split()) == " ".join(passage.title.split())
         return same_title and passage.is_shown_by(self.text, cut=cut)
 
 
 class Environment(Protocol):
-    """A place where an agent looks things up. `kind` decides the planner's action syntax."""
+    """What an agent searches: a knowledge graph or passages.
+
+    `kind` determines the syntax of the planner's actions.
+    """
 
     kind: EnvironmentKind
 
     @property
     def statistics(self) -> RetrievalStatistics:
-        """Statistics of all searches so far. Environments with one retriever share them."""
+        """Statistics of all searches so far. Environments with the same retriever share them."""
         ...
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return the materials for one sub-question, best first.
+        """Return the search results for one query, best first.
 
-        `entity` is given for graphs only. Raises RetrievalError.
+        A search of a graph starts from `entity`. A search of passages has None there. Raises
+        RetrievalError.
         """
         ...
 
 
 class Task(Protocol):
-    """Questions with their environments and the rule that scores answers.
+    """Questions with their environments, and the rule that scores answers.
 
-    A task may have three more attributes: `left_out`, ids of questions that cannot be asked;
-    `notes`, sentences that are printed before questions are asked and kept with results; `shown`,
-    how many of a question's own passages one search shows, as in "5 of 10 passages".
+    A task may have three more attributes:
+
+    - `left_out`: the ids of questions that cannot be asked.
+    - `notes`: sentences that are printed before questions are asked, and stored with results.
+    - `shown`: how many of a question's own passages one search shows, as in "5 of 10 passages".
     """
 
     name: str
-    rule: Rule  # scoring rule of `metrics.score`
+    # The scoring rule of `metrics.score`.
+    rule: Rule
     environment_kind: EnvironmentKind
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """Return questions in a fixed order.
+        """Return the questions of a split in a fixed order.
 
-        Splits share no entity (tiny world) or no id (real data).
+        Two splits share no entity (tiny world) or no question id (real data).
         """
         ...
 
     def environment(self, question: Question) -> Environment:
-        """Return where this question is answered, which is often the same environment for all."""
+        """Return the environment of this question. Several questions may have the same one."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remarks:
-    """A task's remarks about its questions, which it shows as its own attributes."""
+    """Remarks of a task about its questions."""
 
-    left_out: Sequence[str] = ()  # ids of questions that cannot be asked
-    notes: Sequence[str] = ()  # sentences for the user
-    shown: str = ""  # how many of a question's own passages a search shows
+    # The ids of questions that cannot be asked.
+    left_out: Sequence[str] = ()
+    # Sentences for the user.
+    notes: Sequence[str] = ()
+    # How many of a question's own passages a search shows, as in "5 of 10 passages".
+    shown: str = ""
 
 
 @runtime_checkable
@@ -117,31 +129,32 @@ class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that the data set gives with this question, gold and others.
+        """Return the paragraphs that the data set gives with this question.
 
-        The result is empty where it gives none.
+        They are the gold paragraphs and the distractors. The result is empty if the data set gives
+        none.
         """
         ...
 
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """The material that a model from scratch needs besides questions.
+    """A task with everything that a model from scratch needs besides questions.
 
-    All of it comes from the training side, never from dev or test.
+    Demonstrations and texts come from the training side only, never from dev or test.
     """
 
     def demonstrations(self) -> Iterable[tuple[Question, Environment]]:
-        """Return questions with gold evidence for scripted demonstrations. They are read once.
+        """Return questions with gold evidence for scripted demonstrations.
 
-        Each comes with the environment in which it is answered.
+        Each question comes with the environment in which it is answered. Callers iterate once.
         """
         ...
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Endless text that a model reads before it is shown any demonstration."""
+        """Yield pre-training documents without end. A model reads them before demonstrations."""
         ...
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Text that a tokenizer is trained on."""
+        """Yield the text on which a tokenizer is trained."""
         ...

@@ -1,4 +1,4 @@
-"""Trajectories: how they are stored, and which of them are learnt."""
+"""Storage of trajectories, and the selection of those that are trained."""
 
 from mujica_jax.trajectories.store import RoundSummary, ShardEntry, Store, open_run
 

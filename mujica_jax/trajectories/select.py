@@ -1,26 +1,28 @@
-"""Selection of what is learnt: MyGO's rule, and the groups that GRPO compares.
+"""The selection of trajectories for training: MyGO's threshold, and the groups of GRPO.
 
-**MyGO.** After each batch of questions the threshold rises with the policy,
+**MyGO.** After each batch of questions the threshold K rises with the policy:
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and
-K' the previous threshold. The paper prints the formula without the factor one half; its K would lie
-above r_sup and accept nothing, so we read the midpoint of r_mean and r_sup. A trajectory is kept if
-its reward is above K or reaches r_sup (K = r_sup would accept nothing otherwise), at most m a
-question. Learning is then plain maximum likelihood on the planner's conversation and on each of its
-workers', as independent rows.
+Here r_mean is the mean reward of the *first* attempts in the batch, r_sup the best possible reward,
+and K' the previous threshold. The paper prints the formula without the factor one half. Its K would
+be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and r_sup.
 
-**GRPO.** All attempts at one question are a group. Learning compares each attempt with its group.
-An attempt that could not be rewarded (a search or the judge failed) is no member: its group is
-compared without it. The soft overlong punishment is that of DAPO (arXiv 2503.14476, equation 13),
-with L the generated tokens of a trajectory:
+A trajectory is kept if its reward is above K or equal to r_sup, because with K = r_sup none would
+be above it. At most `keep_per_question` trajectories of a question are kept. Training maximises the
+likelihood of the planner's conversation and of each worker's conversation, as independent rows.
 
-    0                                 L <= limit - cache
-    (limit - cache - L) / cache       up to the limit
-    -1                                beyond it
+**GRPO.** All attempts at the same question are a group, and training compares each attempt with its
+group. If a search or the judge failed, the attempt has no reward and is left out of its group.
 
-Pure functions, called by `methods.mygo` and `methods.grpo`.
+A trajectory with L generated tokens gets the soft overlong punishment of DAPO (arXiv 2503.14476,
+equation 13):
+
+    0                                 if L <= limit - cache
+    (limit - cache - L) / cache       if limit - cache < L <= limit
+    -1                                if L > limit
+
+All functions are pure. `methods.mygo` and `methods.grpo` call them.
 """
 
 import collections
@@ -29,7 +31,8 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.records import Conversation, Trajectory, rewarded
 
-MIN_MEMBERS = 2  # of a group whose rewards are compared
+# The smallest number of trajectories in a group that can be compared.
+MIN_MEMBERS = 2
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
@@ -38,10 +41,10 @@ def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_rewar
 
 
 def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
-    """Return r_mean; 0.0 for no trajectories.
+    """Return the mean reward of the first attempts (r_mean), or 0.0 if there are none.
 
-    A first attempt that the policy failed counts with its reward. One that could not be rewarded
-    does not count.
+    Wrong attempts count with their reward. Attempts without a reward, because a search or the judge
+    failed, do not count.
     """
     first_attempt = min((trajectory.attempt for trajectory in trajectories), default=0)
     first_trajectories = [
@@ -51,13 +54,13 @@ def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def mean_reward(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean over those that were rewarded; 0.0 where there are none."""
+    """Return the mean reward of the trajectories that have a reward, or 0.0 if there are none."""
     rewards = [trajectory.reward for trajectory in rewarded(trajectories)]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
 def accepts(reward: float, *, k: float, best_reward: float) -> bool:
-    """Return whether a reward is above K or the best there is."""
+    """Return whether a reward is above the threshold or the best possible one."""
     return reward > k or reward >= best_reward
 
 
@@ -66,18 +69,21 @@ def select(
 ) -> list[Trajectory]:
     """Return at most `keep_per_question` accepted trajectories of each question.
 
-    The earliest attempts come first. A trajectory that could not be rewarded is not accepted. A
-    trajectory is dropped if its first conversation (the planner's) repeats, token for token, one
-    already kept for its question: it would only weigh the same text twice. The result stands in the
-    order in which questions first appear, attempts ascending, whatever the order in which samplers
-    finished within a question.
+    Earlier attempts are preferred. A trajectory without a reward is not accepted. A trajectory is
+    also dropped if its first conversation, the planner's, has the same tokens as one that is
+    already kept for the question. Otherwise the same text would count twice.
+
+    The result has the questions in the order in which they first appear, and the attempts at a
+    question in ascending order. It does not depend on the order in which the attempts at a question
+    finished.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in rewarded(trajectories):
         by_question[trajectory.question_id].append(trajectory)
     selected: list[Trajectory] = []
     for attempts in by_question.values():
-        accepted: dict[tuple[int, ...], Trajectory] = {}  # by the tokens of the first conversation
+        # The key is the tokens of the first conversation.
+        accepted: dict[tuple[int, ...], Trajectory] = {}
         for trajectory in sorted(attempts, key=lambda trajectory: trajectory.attempt):
             if len(accepted) >= keep_per_question:
                 break
@@ -89,9 +95,9 @@ def select(
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """Return the planner's conversation and every worker's.
+    """Return all conversations of the trajectories.
 
-    Each is an independent row of maximum likelihood.
+    Each conversation, of a planner or of a worker, is an independent row for maximum likelihood.
     """
     return [
         conversation for trajectory in trajectories for conversation in trajectory.conversations
@@ -100,11 +106,14 @@ def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """All attempts at one question."""
+    """The attempts at one question that have a reward.
 
-    trajectories: tuple[Trajectory, ...]  # the members
-    rewards: tuple[float, ...]  # that are compared, one a member
-    left_out: int = 0  # attempts that could not be rewarded
+    `rewards` holds the reward of each trajectory. `left_out` counts the attempts without a reward.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    rewards: tuple[float, ...]
+    left_out: int = 0
 
     @property
     def is_comparable(self) -> bool:
@@ -113,7 +122,7 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Whether any attempt is better than another one."""
+        """Whether the rewards differ, so that there is something to learn."""
         return self.is_comparable and min(self.rewards) < max(self.rewards)
 
 
@@ -122,7 +131,7 @@ def groups_of(
 ) -> list[Group]:
     """Return a group for each question, in the order in which questions first appear.
 
-    The attempts of a group ascend.
+    The attempts in a group are in ascending order. `reward` returns the reward to compare.
     """
     by_question: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -140,14 +149,14 @@ def groups_of(
 
 
 def overlong_punishment(tokens: int, *, limit_tokens: int, cache_tokens: int) -> float:
-    """Return the soft overlong punishment of a trajectory of this many generated tokens."""
+    """Return the soft overlong punishment of a trajectory with this number of generated tokens."""
     first_punished = limit_tokens - cache_tokens
     return max(-1.0, min(0.0, (first_punished - tokens) / cache_tokens))
 
 
 def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
-    """Return a trajectory's rows for a policy gradient.
+    """Return the conversations of a trajectory for a policy gradient.
 
-    Turns that a length limit cut are trained too.
+    Turns that a length limit cut are training targets too.
     """
     return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]

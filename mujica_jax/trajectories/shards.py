@@ -1,11 +1,12 @@
-"""Shards: trajectories as one Parquet file that proves by itself that it is whole.
+"""Encoding of trajectories as shards: Parquet files that contain their own checksum.
 
-The run directory's `store.py` names and keeps them.
+`store.py` names the shards and keeps them in the run directory.
 
-One row a trajectory: scalars in plain columns, conversations and searches nested. The file's own
-key-value metadata hold the schema version, the row count and the SHA-256 of all its bytes, taken
-while the digest's own place was filled with zeros. So a shard needs no second file to be checked,
-and a damaged one is refused before a Parquet reader sees it.
+Each row is a trajectory. Scalars are plain columns, and conversations and searches are nested
+columns. The key-value metadata of the file hold the schema version, the number of rows, and the
+SHA-256 of all bytes of the file. This digest was computed while its own place in the file was
+filled with zeros. A shard can therefore be checked without a second file, and a damaged shard is
+rejected before a Parquet reader opens it.
 """
 
 import hashlib
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     import pyarrow
 
 SCHEMA_VERSION = "3"
-# A file of version 2 does not say which turns a length limit cut.
+# Files of version 2 do not record which turns a length limit cut.
 READ_VERSIONS = ("2", SCHEMA_VERSION)
 DIGEST_MARK = b"sha256 of this file with zeros here: "
-DIGEST_HOLE = b"0" * 64  # the hexadecimal digest takes its place
+# The zeros that the hexadecimal digest replaces.
+DIGEST_HOLE = b"0" * 64
 COMPRESSION = "zstd"
-SCALARS = {  # columns that carry a field of Trajectory as it is, with their Arrow types
+# Columns that hold a field of `Trajectory` unchanged, with their Arrow types.
+SCALARS = {
     "question_id": "string",
     "attempt": "int32",
     "policy_version": "int32",
@@ -35,21 +38,22 @@ SCALARS = {  # columns that carry a field of Trajectory as it is, with their Arr
     "reward": "float64",
     "seconds": "float64",
 }
-MAPS = ("rewards_by_part", "counts")  # from names to numbers
+# Columns that map names to numbers.
+MAPS = ("rewards_by_part", "counts")
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """Return trajectories as a Parquet file.
+    """Return the bytes of a Parquet file with these trajectories.
 
-    Log-probabilities are stored as float32, which is exact for those that an engine made.
+    Log-probabilities are stored as float32. This is exact, because engines compute them in float32.
     """
     import pyarrow
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist([_row(trajectory) for trajectory in trajectories], _schema())
     sink = pyarrow.BufferOutputStream()
-    # Dictionaries would double the time and save nothing: tokens and log-probabilities are most of
-    # the bytes.
+    # Tokens and log-probabilities take most of the bytes. Parquet's dictionary encoding would not
+    # make them smaller and would double the time.
     with pyarrow.parquet.ParquetWriter(
         sink, table.schema, compression=COMPRESSION, use_dictionary=False
     ) as writer:
@@ -61,7 +65,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
         }
         writer.add_key_value_metadata(metadata)
 
-    # The digest takes the place of the zeros over which it was computed.
+    # Put the digest in the place of the zeros with which it was computed.
     data = sink.getvalue().to_pybytes()
     start = data.rindex(DIGEST_MARK) + len(DIGEST_MARK)
     digest = hashlib.sha256(data).hexdigest().encode()
@@ -71,7 +75,8 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 def decode(data: bytes, name: str) -> list[Trajectory]:
     """Return the trajectories of a file that `encode` made.
 
-    Raises StoreError, beginning with `name`, for anything else.
+    Raises StoreError if the file is damaged or has another schema version. The message begins with
+    `name`.
     """
     import pyarrow
     import pyarrow.parquet
@@ -85,25 +90,29 @@ def decode(data: bytes, name: str) -> list[Trajectory]:
     if version not in READ_VERSIONS:
         raise StoreError(
             f"{name} has schema version {version} and this program reads "
-            f"{' and '.join(READ_VERSIONS)}; use the program that wrote it"
+            f"{' and '.join(READ_VERSIONS)}; read it with the version that wrote it"
         )
     table = file.read()
     if metadata.get("rows") != str(table.num_rows):
         raise StoreError(
-            f"{name} holds {table.num_rows} rows and its metadata say {metadata.get('rows')}; "
+            f"{name} has {table.num_rows} rows and its metadata say {metadata.get('rows')}; "
             "sample it again"
         )
     return _trajectories(table)
 
 
 def check_digest(data: bytes, name: str) -> None:
-    """Compare all bytes with the digest among them. Raises StoreError."""
+    """Check the bytes of a shard against the digest that they contain.
+
+    Raises StoreError if the digest is missing or does not match.
+    """
     mark = data.rfind(DIGEST_MARK)
     start = mark + len(DIGEST_MARK)
     stop = start + len(DIGEST_HOLE)
     if mark < 0 or len(data) < stop:
         raise StoreError(
-            f"{name} is no whole shard: its {len(data)} bytes hold no checksum; sample it again"
+            f"{name} is not a complete shard: its {len(data)} bytes contain no checksum; sample it "
+            "again"
         )
     expected = data[start:stop].decode("ascii", errors="replace")
     digest = hashlib.sha256(data[:start] + DIGEST_HOLE + data[stop:]).hexdigest()
@@ -115,7 +124,7 @@ def check_digest(data: bytes, name: str) -> None:
 
 
 def content_sha256(trajectories: Sequence[Trajectory]) -> str:
-    """Return the digest of what was sampled, whatever time that took."""
+    """Return the digest of the sampled content. It does not cover the durations of the episodes."""
     digest = hashlib.sha256()
     for trajectory in trajectories:
         turns = [turn for conversation in trajectory.conversations for turn in conversation.turns]
@@ -136,15 +145,16 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
 
 
 def _turn_content(turn: Turn) -> tuple[str | bool | int, ...]:
-    """Return what the digest of a turn covers beside its numbers.
+    """Return the values of a turn that the digest covers, besides tokens and log-probabilities.
 
-    A turn that is not cut has the digest that earlier versions gave it.
+    The digest of a turn without a cut is the same as in earlier versions.
     """
     content = (turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None)
     return (*content, "cut") if turn.cut else content
 
 
 def _schema() -> "pyarrow.Schema":
+    """Return the Arrow schema of a shard."""
     import pyarrow as pa
 
     turn = {
@@ -166,7 +176,7 @@ def _schema() -> "pyarrow.Schema":
     }
     conversation = {"role": pa.string(), "turns": pa.list_(pa.struct(turn))}
 
-    # The order of the columns in the file.
+    # The columns in the order in which they are in the file.
     columns = {name: getattr(pa, kind)() for name, kind in SCALARS.items()}
     columns["stop_reason"] = pa.string()
     columns["search_count"] = pa.int32()
@@ -196,8 +206,8 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
 def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
     """Return the trajectories of a table.
 
-    Nested columns go by way of numpy: `to_pylist` makes a Python object of each number, and is five
-    times slower.
+    Nested columns are converted to NumPy arrays. Arrow's `to_pylist` would make a Python object of
+    each number and is five times slower.
     """
     rows = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
     conversation_column = table.column("conversations").to_numpy()
@@ -215,12 +225,13 @@ def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
 
 
 def _conversation(fields: dict[str, Any]) -> Conversation:
+    """Return the conversation that a nested value of the table holds."""
     turns = tuple(Turn(**_with_tuples(turn)) for turn in fields["turns"])
     return Conversation(role=fields["role"], turns=turns)
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record with tuples for numpy's arrays."""
+    """Return the fields of a record with tuples in place of NumPy arrays."""
     return {
         name: tuple(value.tolist()) if hasattr(value, "tolist") else value
         for name, value in fields.items()

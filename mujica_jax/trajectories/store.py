@@ -1,18 +1,19 @@
-"""The run directory: the names of its files, their order, and which of them to trust.
+"""The class `Store`: the run directory with its files, and the rules that say which are valid.
 
     config.json                      configuration, git revision, versions
-    questions.json                   counts and checksums of the questions, and what is searched
-    metrics.jsonl                    one line an event, append-only (`report/metrics_log.py`)
-    tokenizer/                       of a model from scratch, and COMMITTED, written last
-    policies/000003/                 what the policy's writer made, and COMMITTED, written last
-    rounds/0003/plan.json            what the round is to sample
-    rounds/0003/shard-00007.parquet  one row a trajectory
-    rounds/0003/DONE.json            the shards that count, with sizes and checksums; written last
-    quarantine/                      damaged shards, each with the reason
+    questions.json                   counts and checksums of questions, and what is searched
+    metrics.jsonl                    one line for each event, append-only (`report/metrics_log.py`)
+    tokenizer/                       tokenizer of a new model; its file COMMITTED is written last
+    policies/000003/                 files of a policy; its file COMMITTED is written last
+    rounds/0003/plan.json            the questions and attempts that the round samples
+    rounds/0003/shard-00007.parquet  trajectories, one in each row
+    rounds/0003/DONE.json            the round's valid shards, with sizes and checksums; written last
+    quarantine/                      damaged shards, each with a file that says why
 
-Everything but the metrics is created once and never changed (`storage/`). Readers trust what
-DONE.json and COMMITTED list. Before a round has DONE.json, a shard counts when it proves to be
-whole by itself (`shards.py`), so a sampler may die and be started anywhere.
+All files except the metrics are created once and never changed (`storage/`). Readers trust the
+files that DONE.json and COMMITTED list. While a round has no DONE.json, a shard is valid if its own
+checksum matches (`shards.py`). A sampler can therefore die at any time and be restarted on any
+machine.
 """
 
 import dataclasses
@@ -34,47 +35,52 @@ from mujica_jax.trajectories import shards
 
 CONFIG = "config.json"
 DONE = "DONE.json"
-SUMMARY = "summary.json"  # the closing table; a run that has it is finished
+# The final table of scores. A run that has this file is finished.
+SUMMARY = "summary.json"
 QUARANTINE = "quarantine"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard as DONE.json lists it.
+    """The entry of a shard in DONE.json."""
 
-    Equal samples have equal `content_sha256`; `sha256` covers seconds too.
-    """
-
-    name: str  # rounds/0003/shard-00007.parquet
+    # The file name in the run directory, for example rounds/0003/shard-00007.parquet.
+    name: str
     rows: int
     bytes: int
-    sha256: str  # of the file
-    content_sha256: str  # of what was sampled
-    # those that sampled it: one, unless a program of the user's own mixed them
+    # The checksum of the file. It covers the durations of the episodes too.
+    sha256: str
+    # The checksum of the sampled content. Equal samples have equal checksums.
+    content_sha256: str
+    # The versions of the policies that sampled the shard. It is a single one, unless a user's own
+    # program mixes them.
     policy_versions: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSummary:
-    """DONE.json: a finished round."""
+    """The content of DONE.json, which describes a finished round."""
 
     round_number: int
+    # The number of trajectories in all shards.
     trajectories: int
     mean_reward: float
-    threshold: float | None  # K of MyGO; None for methods without one
+    # The threshold K of MyGO, or None for methods without a threshold.
+    threshold: float | None
     shards: tuple[ShardEntry, ...]
 
 
 def open_run(
     root: str | PurePath, config: Mapping[str, Any], ignore: Collection[str] = ("run",)
 ) -> "Store":
-    """Return the store of a new run, or of one with the same configuration.
+    """Return the store of a new run, or of an existing run with the same configuration.
 
-    RunMismatchError names every key, except those in `ignore`, whose value differs from the one in
-    config.json. A key that an earlier version wrote under an old name counts under its new one.
+    Raises RunMismatchError if the configuration differs from config.json in any key that is not in
+    `ignore`. The message names all such keys. Keys that an earlier version wrote under an old name
+    are compared under their new name.
     """
     store = Store(root)
-    # As it reads back: tuples are lists.
+    # Bring the configuration into the form that JSON reads back, with lists in place of tuples.
     new_config = json.loads(json.dumps(config, allow_nan=False))
     if not store.exists(CONFIG):
         store.write_json_once(CONFIG, {"config": new_config, **provenance.environment()})
@@ -82,38 +88,39 @@ def open_run(
     differences = provenance.differences(stored_config, new_config, ignore)
     if differences:
         raise RunMismatchError(
-            f"{store.root} was begun with another configuration: {'; '.join(differences)}; "
-            "repeat the old values or choose another --run directory"
+            f"{store.root} was started with another configuration: {'; '.join(differences)}; "
+            "use the old values or choose another --run directory"
         )
     return store
 
 
 class Store(RunDirectory):
-    """One run. Rounds, shards and policies are named by their numbers."""
+    """The directory of one run. Rounds, shards and policies are identified by their numbers."""
 
     def write_plan(self, round_number: int, plan: Mapping[str, Any]) -> bool:
+        """Write the plan of a round. Return False if the round has a plan already."""
         return self.write_json_once(f"{_round_name(round_number)}/plan.json", plan)
 
     def write_shard(
         self, round_number: int, shard: int, trajectories: Sequence[Trajectory]
     ) -> ShardEntry:
-        """Store a unit of work and return its entry.
+        """Store the trajectories of a unit of work as a shard, and return its entry.
 
-        If another sampler was first, its shard stays and its entry is returned. Raises StoreError
-        if that shard is damaged.
+        If another sampler has already written this shard, it is not changed, and its entry is
+        returned. Raises StoreError if that shard is damaged.
         """
         name = shard_name(round_number, shard)
         data = shards.encode(trajectories)
         if self.create(name, data):
             return _entry(name, data, trajectories)
         earlier_shard = self.find_shard(round_number, shard)
-        assert earlier_shard is not None, "an object that exists stays"
+        assert earlier_shard is not None, "the object exists, because it could not be created"
         return earlier_shard
 
     def find_shard(self, round_number: int, shard: int) -> ShardEntry | None:
-        """Return the entry of a shard, read and checked as a whole, or None if there is none.
+        """Return the entry of a shard, or None if the shard does not exist.
 
-        Raises StoreError if it is damaged.
+        Reads and checks the whole file. Raises StoreError if it is damaged.
         """
         name = shard_name(round_number, shard)
         if not self.exists(name):
@@ -122,7 +129,7 @@ class Store(RunDirectory):
         return _entry(name, data, shards.decode(data, str(self.root / name)))
 
     def read_shard(self, entry: ShardEntry) -> list[Trajectory]:
-        """Return a shard's trajectories.
+        """Return the trajectories of a shard.
 
         Raises StoreError if the file is missing or differs from the entry.
         """
@@ -141,9 +148,9 @@ class Store(RunDirectory):
     def shards(
         self, *, round_number: int | None = None, policy_version: int | None = None
     ) -> list[ShardEntry]:
-        """Return the shards of finished rounds, in order.
+        """Return the entries of the shards of finished rounds, in order.
 
-        They are all, or those of one round or of one policy.
+        `round_number` limits them to one round, and `policy_version` to one policy.
         """
         entries: list[ShardEntry] = []
         for name in self.names("rounds/"):
@@ -160,15 +167,15 @@ class Store(RunDirectory):
     def quarantine(self, shard: ShardEntry | str, reason: str) -> RunPath:
         """Move a damaged shard out of its round, so that it is sampled again.
 
-        A DONE.json that lists it is moved too, which opens the round again. Return the path of the
-        file with the reason.
+        If DONE.json lists the shard, it is moved too, and the round is open again. Return the path
+        of the file that holds the reason.
         """
         name = shard if isinstance(shard, str) else shard.name
         done = str(Path(name).with_name(DONE))
         summary = self._read_summary(done)
         is_listed = summary is not None and name in {entry.name for entry in summary.shards}
 
-        # The same shard may be damaged twice, so each case has a folder of its own.
+        # The same shard may be damaged more than once, so each case gets a new folder.
         case = f"{QUARANTINE}/{name.replace('/', '-')}.{os.urandom(4).hex()}"
         self.write_json_once(f"{case}/reason.json", {"shard": name, "reason": reason})
         self.move(name, f"{case}/{Path(name).name}")
@@ -184,9 +191,9 @@ class Store(RunDirectory):
         mean_reward: float,
         threshold: float | None,
     ) -> RoundSummary:
-        """Close a round over these shards and return its summary.
+        """Finish a round with these shards, and return its summary.
 
-        If the round is closed already, its summary stays and is returned.
+        If the round is finished already, its existing summary is returned unchanged.
         """
         summary = RoundSummary(
             round_number=round_number,
@@ -198,7 +205,7 @@ class Store(RunDirectory):
         if self.write_json_once(f"{_round_name(round_number)}/{DONE}", dataclasses.asdict(summary)):
             return summary
         earlier_summary = self.read_done(round_number)
-        assert earlier_summary is not None, "an object that exists stays"
+        assert earlier_summary is not None, "the object exists, because it could not be created"
         return earlier_summary
 
     def read_done(self, round_number: int) -> RoundSummary | None:
@@ -206,6 +213,7 @@ class Store(RunDirectory):
         return self._read_summary(f"{_round_name(round_number)}/{DONE}")
 
     def _read_summary(self, name: str) -> RoundSummary | None:
+        """Return the summary in a file, or None if there is no file. Raises StoreError."""
         if not self.exists(name):
             return None
         value = self.read_json(name)
@@ -217,39 +225,42 @@ class Store(RunDirectory):
             return RoundSummary(**{**value, "shards": tuple(entries)})
         except (KeyError, TypeError) as error:
             raise StoreError(
-                f"{self.root / name} has other fields than this program writes ({error})"
+                f"{self.root / name} does not have the fields that this program writes ({error}); "
+                "read it with the version that wrote it"
             ) from error
 
     def commit_policy(self, version: int, write: Callable[[Path], None]) -> bool:
-        """Call `write` with an empty directory and make what it left there a policy.
+        """Store a policy. `write` gets an empty directory and writes the files of the policy there.
 
-        One process of a run does this. Return False, without calling `write`, if the version exists
-        already.
+        Only one process of a run may do this. If the version exists already, return False without
+        calling `write`.
         """
         return self.commit_folder(_policy_name(version), write, {"version": version})
 
     def remove_policy(self, version: int) -> None:
+        """Remove a policy from the run directory."""
         self.remove_folder(_policy_name(version))
 
     def policy_path(self, version: int) -> Path:
-        """Return a local directory with a committed policy, each file checked against COMMITTED.
+        """Return a local directory with the files of a committed policy.
 
-        Raises StoreError.
+        Each file is checked against COMMITTED. Raises StoreError if the policy does not exist or a
+        file is damaged.
         """
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(
-                f"{self.root / name} is no committed policy; the versions that are: "
+                f"{self.root / name} is not a committed policy; committed versions: "
                 f"{self.policies() or 'none'}"
             )
         return self.folder(name)
 
     def policy_place(self, version: int) -> RunPath:
-        """Return the path of a policy in the run directory."""
+        """Return the path of a policy in the run directory, which may be in a bucket."""
         return self.root / _policy_name(version)
 
     def policies(self) -> list[int]:
-        """Return the committed versions, oldest first."""
+        """Return the versions of all committed policies, oldest first."""
         versions = []
         for name in self.names("policies/"):
             match = re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name)
@@ -259,14 +270,17 @@ class Store(RunDirectory):
 
 
 def shard_name(round_number: int, shard: int) -> str:
+    """Return the file name of a shard in the run directory."""
     return f"{_round_name(round_number)}/shard-{shard:05d}.parquet"
 
 
 def _round_name(round_number: int) -> str:
+    """Return the name of a round's folder in the run directory."""
     return f"rounds/{round_number:04d}"
 
 
 def _policy_name(version: int) -> str:
+    """Return the name of a policy's folder in the run directory."""
     return f"policies/{version:06d}"
 
 

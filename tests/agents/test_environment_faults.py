@@ -117,7 +117,7 @@ def test_beyond_its_bound_it_is_left_out_without_a_reward():
 
 def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_not():
     sentence = (
-        r"4 attempts in a row ended because a search failed, each of them played 2 times, and faults\.max_in_a_row is "
+        r"a search failed in each of 4 attempts in a row, which were played 2 times each, and faults\.max_in_a_row is "
         "3: start the retriever again"
     )
     with pytest.raises(EnvironmentLostError, match=sentence):
@@ -213,10 +213,10 @@ def test_the_statistics_of_a_round_leave_it_out_and_count_it():
     assert statistics["reward_p10"] == 0.5
     assert statistics["unsolved_questions"] == 0.5
     assert (
-        "1 of 3 kept, 2.0 attempts for each, 1 left out because a search or the judge failed;"
-        in in_words(statistics)
+        "kept 1 of 3 trajectories (2.0 attempts per kept trajectory), 1 left out because a search "
+        "or the judge failed;" in in_words(statistics)
     )
-    assert "A search or the judge failed in all 1 of them" in advice(rows[2:])
+    assert "A search or the judge failed in all 1 trajectories" in advice(rows[2:])
 
 
 # Evaluation
@@ -265,9 +265,7 @@ def test_a_kind_without_a_score_has_none_in_the_table():
 
 
 def test_an_evaluation_in_which_every_search_failed_has_no_score():
-    with pytest.raises(
-        UserError, match="a search failed in all 4 episodes that were played for an evaluation"
-    ):
+    with pytest.raises(UserError, match="a search failed in all 4 episodes of an evaluation"):
         summarise(ASKED, evaluated(*[FAILED] * 4), "two_wiki")
 
 

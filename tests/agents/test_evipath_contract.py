@@ -207,7 +207,7 @@ def test_a_configuration_chooses_the_contract():
     assert type(contract_of(CONFIG)) is Contract
     config = load_config("tiny_world_evipath")
     assert config.agent == dataclasses.replace(config.agent, protocol="evipath")
-    with pytest.raises(UserError, match=r"agent.protocol is evipath.* add --agent.protocol mujica"):
+    with pytest.raises(UserError, match=r"agent.protocol evipath.* add --agent.protocol mujica"):
         check(dataclasses.replace(config, agent=dataclasses.replace(config.agent, split=False)))
 
 

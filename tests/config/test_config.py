@@ -337,7 +337,7 @@ def test_own_passages_of_questions_are_searched_by_words_alone(name, field, valu
         config = changed(config, "task", index=None, retriever="bm25")
         check(config)
     with pytest.raises(
-        UserError, match=r"task\.setting is distractor, where each question's own passages are"
+        UserError, match=r"task\.setting distractor searches each question's own passages"
     ):
         check(changed(config, "task", **{field: value}))
 
@@ -506,8 +506,7 @@ def test_help_texts_stand_where_they_are_looked_for():
 def test_help_says_what_every_field_is():
     """A field without its own comment is shown with that of the field above it, or with none.
 
-    The meaning of a section is its docstring. The comment of an ablation stands above both of its
-    switches.
+    The meaning of a section is its docstring.
     """
     bare = []
     for file in Path(config_module.__file__).parent.glob("*.py"):
@@ -523,7 +522,7 @@ def test_help_says_what_every_field_is():
                 has_comment = "#" in line or line_above.lstrip().startswith("#")
                 if not has_comment and not re.search(r"kind|ClassVar|Config", line):
                     bare.append(f"{section.name}.{ast.unparse(field.target)}")
-    assert bare == ["MujicaConfig.parallel"]
+    assert bare == []
 
 
 @functools.cache

@@ -34,17 +34,17 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
     [
         (
             ["tiny_world_grpo", "--engine.kind", "jetstream"],
-            "method.kind is grpo, which learns from the log-probability of each sampled token, and "
-            "engine.kind is jetstream, whose interface gives none: add --engine.kind native",
+            "method.kind grpo needs the log-probability of each sampled token, but engine.kind "
+            "jetstream returns no log-probabilities: add --engine.kind native",
         ),
         (
             ["tiny_world_dapo_staged", "--engine.kind", "jetstream"],
-            "method.kind is dapo, which learns from the log-probability of each sampled token",
+            "method.kind dapo needs the log-probability of each sampled token",
         ),
         (
             ["tiny_world", "--engine.factory", "my_package:make_engine"],
-            "engine.factory is my_package:make_engine and engine.kind native, which makes its own "
-            "engine: add --engine.kind jetstream, or leave --engine.factory out",
+            "engine.factory is my_package:make_engine, but engine.kind is native and calls no "
+            "factory: add --engine.kind jetstream, or leave out --engine.factory",
         ),
         (
             ["tiny_world", "--engine.kind", "jetstream", "--engine.factory", "nowhere:make"],
@@ -65,7 +65,7 @@ def test_a_check_of_a_configuration_refuses_flare_without_log_probabilities():
     config = dataclasses.replace(
         CONFIGS["hotpotqa_v5e"], agent=of_kind(CONFIGS["hotpotqa_v5e"], "agent", "flare").agent
     )
-    with pytest.raises(UserError, match=r"agent.kind is flare, which reads the log-probability"):
+    with pytest.raises(UserError, match=r"agent.kind flare needs the log-probability"):
         check(config)
     check(dataclasses.replace(config, engine=dataclasses.replace(config.engine, kind="native")))
 

@@ -25,8 +25,8 @@ NOTICE = (
     "method.fixed_threshold is now method.initial_threshold; the old name works in this release"
 )
 BOTH = (
-    "method.fixed_threshold and method.initial_threshold are given, and are one field: leave out "
-    "method.fixed_threshold, its old name"
+    "method.fixed_threshold is the old name of method.initial_threshold and both are set: leave out "
+    "method.fixed_threshold"
 )
 ROWS = sorted(RENAMED_FIELDS.items())
 
@@ -178,7 +178,7 @@ def test_a_program_says_the_new_name_and_goes_on(capsys):
     assert train.main([SMOKE, "--method.fixed-threshold", "7"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         NOTICE,
-        "error: method.initial_threshold is 7.0 and the best reward is 1: give a K from 0 to 1",
+        "error: method.initial_threshold is 7.0, but the highest reward is 1: give a threshold from 0 to 1",
     ]
 
 
@@ -242,8 +242,8 @@ def test_a_field_under_both_names_is_refused(capsys):
     words = ["--trainer.row-tokens", "512", "--trainer.sequence-length", "256"]
     assert train.main([SMOKE, *words]) == 2
     assert capsys.readouterr().err == (
-        "error: trainer.row_tokens and trainer.sequence_length are given, and are one field: leave "
-        "out trainer.row_tokens, its old name\n"
+        "error: trainer.row_tokens is the old name of trainer.sequence_length and both are set: "
+        "leave out trainer.row_tokens\n"
     )
 
 

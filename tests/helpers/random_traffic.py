@@ -115,7 +115,7 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
             assert streams
             assert len(tasks) > generator.capacity - engine.slots
         except RequestError as error:
-            assert "pages of KV memory" in str(error)
+            assert "pages of KV cache" in str(error)
             assert (
                 -(-(len(prompt) + wanted.max_new_tokens) // engine.page_tokens) > engine.num_pages
             )

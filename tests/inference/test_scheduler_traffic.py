@@ -58,7 +58,7 @@ async def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_oth
         *(generator.generate(*request) for request in (large, fits)), return_exceptions=True
     )
     assert isinstance(refused, RequestError)
-    assert "needs 9 pages of KV memory and the engine has 8" in str(refused)
+    assert "needs 9 pages of KV cache and the engine has 8" in str(refused)
     assert_by_hand(engine, completion, [3] * 29, params(3))
 
 
@@ -288,13 +288,13 @@ EXTREMES: dict[str, dict[str, Any]] = {
 }
 BAD = {
     "a stop string is empty": {"stop_strings": ("",)},
-    "cannot be written in UTF-8": {"stop_strings": ("\ud800",)},
+    "cannot be encoded as UTF-8": {"stop_strings": ("\ud800",)},
     "top_k is -1": {"top_k": -1},
     "top_p is 0": {"top_p": 0.0},
     "top_p is nan": {"top_p": math.nan},
     "min_p is 1.5": {"min_p": 1.5},
     "temperature is inf": {"temperature": math.inf},
-    "stop_token_ids hold -3": {"stop_token_ids": (-3,)},
+    "stop_token_ids contain -3": {"stop_token_ids": (-3,)},
     "deadline_seconds is 0": {"deadline_seconds": 0.0},
     "deadline_seconds is nan": {"deadline_seconds": math.nan},
 }

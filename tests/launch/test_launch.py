@@ -138,7 +138,7 @@ def test_the_slices_are_asked_for_as_configured_and_waited_for(cloud):
     assert output.count("WAITING") == 1
     assert output.endswith("mujica: ACTIVE\n")
     second_output = cloud.done("create.sh")
-    assert "mujica is there already: ACTIVE" in second_output
+    assert "mujica exists already: ACTIVE" in second_output
     assert len(cloud.created) == 1
 
 
@@ -169,16 +169,16 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
 @pytest.mark.parametrize(
     ("changed", "answer", "sentence"),
     [
-        ({"PROJECT": "other"}, None, "project other is not there, or not yours: gcloud projects list"),
-        ({"ACCELERATOR_TYPE": "v9-1"}, None, "has no ACCELERATOR_TYPE v9-1: it has v5litepod-4 v5litepod-32"),
-        ({"BUCKET": "gs://none"}, None, "bucket gs://none is not there, or not yours: gcloud storage buckets create"),
+        ({"PROJECT": "other"}, None, "project other does not exist, or you have no access to it: list"),
+        ({"ACCELERATOR_TYPE": "v9-1"}, None, "has no ACCELERATOR_TYPE v9-1: choose from v5litepod-4 v5litepod-32"),
+        ({"BUCKET": "gs://none"}, None, "bucket gs://none does not exist, or you have no access to it: run gcloud"),
         ({"PROVISIONING": "free"}, None, "PROVISIONING is free and must be spot, on-demand or reserved"),
         ({"SLICES": "0"}, None, "SLICES is 0 and must be at least 1"),
-        ({"RUN": "a b"}, None, "RUN is a b and may hold letters"),
+        ({"RUN": "a b"}, None, "RUN is a b and may only contain letters"),
         ({"BUCKET": "bucket"}, None, "BUCKET is bucket and must begin with gs://"),
         ({"ZONE": ""}, None, "ZONE is not set in"),
-        ({}, ("auth list", 0, "", ""), "nobody is logged in: gcloud auth login"),
-        ({}, ("services list", 0, "", ""), "the Cloud TPU API is not enabled in project my-project: gcloud services"),
+        ({}, ("auth list", 0, "", ""), "you are not logged in to gcloud: run gcloud auth login"),
+        ({}, ("services list", 0, "", ""), "Cloud TPU API is not enabled in project my-project: run gcloud services"),
         (
             {"ZONE": "mars-1-a"},
             ("accelerator-types", 1, "", "ERROR: Location mars-1-a is not found"),
@@ -187,13 +187,13 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
         (
             {},
             ("queued-resources create", 1, "", "ERROR: RESOURCE_EXHAUSTED: Quota limit 'TPUV5sPerProject' exceeded"),
-            "project my-project has no quota for 1 x v5litepod-4 (spot) in us-central1-a: ask for "
+            "project my-project has no quota for 1 x v5litepod-4 (spot) in us-central1-a: request "
             "it at",
         ),
         (
             {},
             ("queued-resources create", 1, "", "ERROR: PERMISSION_DENIED: tpu.nodes.create"),
-            "you may not do this in project my-project: the role TPU Admin is needed",
+            "you have no permission for this in project my-project: get the role TPU Admin",
         ),
     ],
 )  # fmt: skip
@@ -234,7 +234,7 @@ def test_without_gcloud_it_says_where_to_get_it(cloud, tmp_path):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     cloud.environment["PATH"] = str(tmp_path / "bin")
     message = cloud.refused("create.sh")
-    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in message
+    assert "gcloud is not installed: see https://cloud.google.com/sdk/docs/install" in message
 
 
 def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
@@ -267,7 +267,7 @@ def test_what_was_preempted_is_made_anew_when_asked(cloud):
 
 def test_preempted_while_it_is_created_it_says_so(cloud):
     cloud.states("ACCEPTED", "PROVISIONING", "FAILED")
-    assert "mujica became FAILED before it was there" in cloud.refused("create.sh")
+    assert "mujica became FAILED before it was ready" in cloud.refused("create.sh")
 
 
 def test_a_worker_that_cannot_be_reached_is_said(cloud):
@@ -289,10 +289,10 @@ def test_before_the_slices_are_there_the_other_scripts_name_create(cloud):
         ["logs.sh"],
         ["index.sh", "wiki", "--corpus", "data/corpus.jsonl"],
     ):
-        assert "mujica in us-central1-a is ABSENT: launch/create.sh makes it" in cloud.refused(
+        assert "mujica in us-central1-a is ABSENT: launch/create.sh requests it" in cloud.refused(
             *words
         )
-    assert "there is no mujica in us-central1-a: nothing is billed" in cloud.done("delete.sh")
+    assert "there is no mujica in us-central1-a: only gs://" in cloud.done("delete.sh")
 
 
 def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
@@ -331,7 +331,7 @@ def test_the_documented_lines_are_taken(cloud):
 
 def test_deleting_asks_first(cloud):
     cloud.done("create.sh")
-    assert "mujica stays, and is billed" in cloud.refused("delete.sh", answer="\n")
+    assert "mujica was not deleted and costs money" in cloud.refused("delete.sh", answer="\n")
     assert not cloud.calls("compute", "tpus", "queued-resources", "delete")
     assert "mujica is deleted" in cloud.done("delete.sh", "--yes")
     (deleted,) = cloud.calls("compute", "tpus", "queued-resources", "delete")
@@ -351,7 +351,7 @@ CLAIM = (("storage cat", 1, "", "ERROR: matched no objects or files"), ("storage
 def test_a_run_is_started_and_looked_after_until_it_ends(cloud):
     cloud.answers(*CLAIM, RUNNING, RUNNING, ended(0), DONE)
     output = cloud.done("train.sh", "configs/tiny_world.py", "--seed", "1")
-    assert "first has ended: launch/eval.sh scores it" in output
+    assert "first has finished: launch/eval.sh scores it" in output
     starts = [
         words[-1]
         for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
@@ -369,7 +369,7 @@ def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED", "SUSPENDED")
     cloud.answers(*CLAIM, RUNNING, ended(0), DONE)
     output = cloud.done("train.sh", "configs/tiny_world.py")
-    assert "mujica is preempted: 1 of at most 1 times" in output
+    assert "mujica was preempted (preemption 1 of at most 1)" in output
     assert "failed" not in output
     assert len(cloud.created) == 2
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED")
@@ -384,7 +384,7 @@ def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
     """A run obeys SIGTERM with status 0. Only its summary says that it is done."""
     cloud.answers(*CLAIM, ended(0), NOT_DONE, RUNNING, ended(0), DONE)
     output = cloud.done("train.sh", "configs/tiny_world.py")
-    assert "first was asked to end and saved where it was: 1 of at most 50 times" in output
+    assert "first was asked to end and saved its state (preemption 1 of at most 50)" in output
     starts = [
         words
         for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
@@ -400,7 +400,7 @@ def test_a_slice_that_cannot_be_made_again_is_not_set_up(cloud):
     cloud.answers(*CLAIM, ("queued-resources delete", 1, "", "ERROR: deadline exceeded"))
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
     assert given_up.returncode == 1
-    assert "mujica could not be brought up again" in given_up.stderr
+    assert "mujica could not be created again" in given_up.stderr
     assert len(cloud.calls("compute", "tpus", "tpu-vm", "scp")) == 1, "only the first time"
 
 
@@ -424,17 +424,19 @@ def test_a_run_that_the_program_refuses_is_not_tried_again(cloud):
     refused = cloud.run("train.sh", "configs/tiny_world.py")
     assert refused.returncode == 2
     assert "error: there is no directory data" in refused.stderr
-    assert "first was refused by the program" in refused.stderr
+    assert "the program refused to run first" in refused.stderr
 
 
 def test_a_name_that_another_command_has_is_refused_before_anything_is_made(cloud):
     cloud.answers(("storage cat", 0, "configs/tiny_world.py --seed 1", ""))
     message = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "2")
-    assert "run first was begun with `configs/tiny_world.py --seed 1` and this is" in message
+    assert (
+        "run first was started with `configs/tiny_world.py --seed 1` and this command is" in message
+    )
     assert not cloud.created
     message = cloud.refused("train.sh", "c.py", "--run")
     assert "--run is given and the run is gs://my-bucket/runs/first" in message
-    assert "which configuration?" in cloud.refused("train.sh")
+    assert "no configuration is given" in cloud.refused("train.sh")
 
 
 def test_no_secret_stands_in_a_call(cloud):

@@ -342,5 +342,5 @@ def test_saving_to_a_bucket_loads_neither_tensorflow_nor_gcsfs(fake):
 
 def test_a_disk_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="a file stands where a directory is needed"):
+    with pytest.raises(UserError, match="there is a file where a directory is needed"):
         Checkpoints(tmp_path / "file", keep=1).save(state(1), {})

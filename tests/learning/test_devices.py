@@ -185,7 +185,7 @@ def test_a_process_that_is_lost_ends_the_other_which_has_said_what_to_do(loss, t
     assert other.returncode in (1, -signal.SIGABRT), messages
     note = (
         f"If one of them is lost, JAX ends the others within about {deadline} s with 'detected "
-        "fatal errors': the same command on all hosts continues from what was saved\n"
+        "fatal errors'; the same command on all hosts continues from what was saved\n"
     )
     reasons = messages.partition(note)[2]
     assert "detected fatal errors" in reasons or "ends because of this error" in reasons, messages

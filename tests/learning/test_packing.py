@@ -132,7 +132,7 @@ def test_the_sampled_log_probabilities_are_those_of_the_turns():
     assert sampled_log_probs([Conversation(role="worker", turns=(context, of_engine))]) == [
         [0.0, 0.0, -0.5]
     ]
-    with pytest.raises(UserError, match="a trained turn of 1 tokens carries no log-probabilities"):
+    with pytest.raises(UserError, match="a trained turn of 1 tokens has no log-probabilities"):
         sampled_log_probs([Conversation(role="worker", turns=(context, sampled))])
 
 

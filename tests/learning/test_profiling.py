@@ -109,7 +109,7 @@ def test_a_phase_that_goes_on_beyond_the_beginning_of_the_window_is_not_traced(t
     traced = told((20, 25))
     assert traced.train("warm-up", 30, done=20) == ["21-30"]
     assert traced.messages == [
-        "warm-up goes on after step 20 and profile.steps is 20 25: this phase is not traced"
+        "warm-up continues after step 20 and profile.steps is 20 25: this phase is not traced"
     ]
     assert "start control" in traced.train("control", 30, done=19)
 
@@ -119,8 +119,8 @@ def test_a_window_that_never_came_is_told_of_at_the_end(told):
     traced.train("warm-up", 30)
     traced.window.close()
     assert traced.messages == [
-        "profile.steps 20 25: no phase round 9 of this run trained these steps from their "
-        "beginning, and nothing was traced"
+        "profile.steps 20 25: nothing was traced, because no phase named round 9 of this run "
+        "trained all of these steps"
     ]
 
 
@@ -153,11 +153,11 @@ def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ProfileConfig(steps=(25, 20)), r"profile.steps is 25 20: give the first step"),
+        (ProfileConfig(steps=(25, 20)), r"profile.steps is 25 20: give a first step"),
         (ProfileConfig(steps=(0, 20)), r"profile.steps is 0 20"),
         (
             ProfileConfig(phase="round 1"),
-            r"profile.phase is round 1 and profile.steps is not given",
+            r"profile.phase is round 1, but profile.steps is missing",
         ),
     ],
 )

@@ -260,12 +260,13 @@ def test_parts_of_a_batch_take_less_memory():
 
 def test_parts_that_rows_do_not_divide_into_are_refused():
     with pytest.raises(
-        UserError, match=r"batch_size 8 cannot be split into trainer.accumulation_steps 3 parts"
+        UserError,
+        match=r"batch_size 8 cannot be split into trainer.accumulation_steps 3 equal parts",
     ):
         changed(accumulation_steps=3)
     with pytest.raises(
         UserError,
-        match=r"accumulation_steps 4 parts of as many rows on data x fsdp = 4 .* multiple of 16",
+        match=r"accumulation_steps 4 equal parts on data_parallel_size x fsdp = 4 .* multiple of 16",
     ):
         changed(accumulation_steps=4, fsdp=4)
 
@@ -329,7 +330,7 @@ def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
     fewer = pack(random_conversations(20), sequence_length=TRAINER.sequence_length, seed=0)
     with pytest.raises(
-        UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
+        UserError, match=rf"made with {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
     ):
         trainer.batches(fewer, seed=3).set_state(first.input_state)
 
@@ -337,7 +338,9 @@ def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
 def test_batches_of_another_step_than_the_states_are_refused(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
     batches = trainer.batches(ROWS, seed=3)
-    with pytest.raises(AssertionError, match=r"the batch of step 0 comes next .* has made 3 steps"):
+    with pytest.raises(
+        AssertionError, match=r"the next batch is that of step 0, and the state is at step 3"
+    ):
         fit(trainer, first.state, batches, schedule=SCHEDULE, steps=8)
 
 
@@ -371,6 +374,6 @@ def test_no_rows_are_refused(trainer):
 
 def test_rows_that_devices_cannot_share_are_refused():
     with pytest.raises(
-        UserError, match=r"batch_size 8 cannot be split over data x fsdp = 3 devices"
+        UserError, match=r"batch_size 8 cannot be split over data_parallel_size x fsdp = 3 devices"
     ):
         Trainer(MODEL, dataclasses.replace(TRAINER, data_parallel_size=3))

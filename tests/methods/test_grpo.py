@@ -266,11 +266,12 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert run.learnt == []
     assert run.phases[0][1] is start, "the very state that it began with"
     assert [
-        f"round {n}: no update, for at each of 4 questions all attempts" in run.messages[n - 1]
+        f"round {n}: no update, because all attempts at a question earned the same reward, "
+        "at each of 4 questions" in run.messages[n - 1]
         for n in (1, 2)
     ] == [True, True]
     assert (
-        "(on average 0.000): raise method.group_size 2 or sampling.temperature 1.0"
+        "(mean reward 0.000). Raise method.group_size (now 2) or sampling.temperature (now 1.0)"
         in run.messages[0]
     )
     assert run.figures[2]["steps"] == 0
@@ -285,7 +286,10 @@ def test_a_batch_that_stays_short_is_learnt_and_said(tmp_path):
     )
     assert len(run.asked) == 6
     assert questions_in(run.learnt[0][1]) == {"q0"}
-    assert "1 groups of 2 wanted teach anything after 6 questions" in run.messages[0]
+    assert (
+        "only 1 groups have different rewards, and sampling.questions_per_round asks for 2. "
+        "After 6 questions"
+    ) in run.messages[0]
 
 
 def test_no_question_comes_twice_in_a_round(tmp_path):
@@ -362,8 +366,8 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     assert figures["mean_reward"] == pytest.approx(4 / 6 if refilled else 2 / 3)
     assert figures["trajectories"] == (9 if refilled else 6)
     assert (
-        f"round 1: 3 of {figures['trajectories']} attempts are left out because a search"
-        in run.messages[0]
+        f"round 1: a search or the judge failed in 3 of {figures['trajectories']} attempts, "
+        "which are left out;" in run.messages[0]
     )
     assert "1 of" in run.messages[0]
     assert "groups have fewer than two attempts left and are dropped" in run.messages[0]
@@ -500,11 +504,13 @@ def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
         ({"importance_cap": -1.0}, "method.importance_cap is -1.0"),
         (
             {"overlong_tokens": 8},
-            "method.overlong_cache_tokens is 0 and method.overlong_tokens 8: give from 1",
+            "method.overlong_cache_tokens is 0, but method.overlong_tokens is 8: give "
+            "--method.overlong-cache-tokens from 1 to 8",
         ),
         (
             {"mini_batch_size": 3},
-            "method.mini_batch_size 3 cannot be split over data x fsdp x accumulation_steps = 2",
+            "method.mini_batch_size 3 cannot be split into data_parallel_size x fsdp x "
+            "accumulation_steps = 2 equal parts",
         ),
     ],
 )
@@ -527,7 +533,7 @@ def test_a_reference_that_would_be_removed_is_refused():
         method=dataclasses.replace(GRPO_METHOD, kl_coefficient=0.1),
     )
     with pytest.raises(
-        UserError, match=r"method.kl_coefficient is 0.1, .* keep_policies 1 removes it"
+        UserError, match=r"method.kl_coefficient 0.1 needs policy 0, but keep_policies 1 removes it"
     ):
         check(config)
 
@@ -537,7 +543,7 @@ def test_workers_elsewhere_are_refused():
     sampling = dataclasses.replace(config.sampling, workers="external")
     with pytest.raises(
         UserError,
-        match=r"sampling.workers is external and method.kind dapo: workers sample for mygo",
+        match=r"sampling.workers is external, but method.kind is dapo and .* only sample for mygo",
     ):
         check(dataclasses.replace(config, sampling=sampling, method=DAPO_METHOD))
 
@@ -547,7 +553,7 @@ def test_a_control_without_demonstrations_is_refused():
     bare = dataclasses.replace(config.warmup, steps=0, source="few_shot")
     assert config.eval.control
     for method in (DAPO_METHOD, config.method):
-        with pytest.raises(UserError, match=r"eval.control is True and warmup.steps 0"):
+        with pytest.raises(UserError, match=r"eval.control is True, but warmup.steps is 0"):
             check(dataclasses.replace(config, init="checkpoint", warmup=bare, method=method))
 
 

@@ -266,7 +266,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     state: Any = 0
     mygo._run_rounds(run, state, [])
     assert happened == order
-    assert (", sampled by policy 1, 1 behind" in lines[2]) == (schedule == "asynchronous")
+    assert ("; sampled by policy 1 (versions behind the newest: 1)" in lines[2]) == (
+        schedule == "asynchronous"
+    )
 
 
 def play_rounds(
@@ -330,21 +332,22 @@ def test_a_first_k_of_the_best_reward_keeps_what_reaches_it(monkeypatch):
     rewards = {"easy": [1.0, 0.9, 0.9, 0.9, 0.9, 0.9], "hard": [0.9] * 6}
     ks, lines = play_rounds(monkeypatch, rewards, rounds=1, initial_threshold=1.0)
     assert ks == [1.0]
-    assert lines[0].startswith("round 1: K 1.000, 1 of 12 kept")
+    assert lines[0].startswith("round 1: threshold K 1.000; kept 1 of 12 trajectories")
 
 
 def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkeypatch):
     lines = play_rounds(monkeypatch, {"easy": [0.0] * 6, "hard": [0.0] * 6}, rounds=1)[1]
     assert lines[1].startswith(
-        "round 1: no trajectory of 12 beat K = 0.500; the policy stays as it is. "
+        "round 1: none of 12 trajectories beat the threshold K = 0.500, so the policy does not "
+        "change. "
     )
     lines = play_rounds(
         monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, sequence_length=0
     )[1]
     assert lines[1] == (
-        "round 1: 2 of 8 trajectories beat K = 0.750, and none of their 2 conversations fits "
-        "trainer.sequence_length 0, the shortest has 1 tokens; the policy stays as it is. Raise "
-        "trainer.sequence_length, or lower agent.max_trajectory_tokens"
+        "round 1: 2 of 8 trajectories beat the threshold K = 0.750, but none of their 2 "
+        "conversations fits trainer.sequence_length 0: the shortest has 1 tokens. The policy does "
+        "not change. Raise trainer.sequence_length, or lower agent.max_trajectory_tokens"
     )
 
 
@@ -367,7 +370,9 @@ def test_the_warnings_of_a_round_are_counted():
         == 0.5
     )
     assert in_words(statistics).startswith(
-        "1 of 3 kept, 3.0 attempts for each; mean reward 0.50 (0.00, 0.50, 1.00), 50%"
+        "kept 1 of 3 trajectories (3.0 attempts per kept trajectory); mean reward of first "
+        "attempts 0.50; reward of all attempts: 10th percentile 0.00, median 0.50, "
+        "90th percentile 1.00; 50% of questions unsolved;"
     )
     assert statistics["unsolved_questions"] == 0.5
     assert statistics["attempts_a_kept"] == 3.0
@@ -378,7 +383,9 @@ def test_the_warnings_of_a_round_are_counted():
     assert "raise warmup.steps" in advice([bad])
     assert "max_attempts" in advice([repeated])
     endless = dataclasses.replace(bad, stop_reason=StopReason.TURN_LENGTH)
-    assert "1 of them ended as turn_length: raise agent.max_turn_tokens" in advice([endless])
+    assert "1 of 1 trajectories ended with turn_length: raise agent.max_turn_tokens" in advice(
+        [endless]
+    )
 
 
 def test_rounds_go_down_one_cosine():

@@ -260,16 +260,22 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"r": 0}, "sets r to 0 and a whole number from 1"),
-        ({"r": "4"}, "sets r to '4' and a whole number"),
-        ({"r": 2.5}, "sets r to 2.5 and a whole number"),
-        ({"r": True}, "sets r to True and a whole number"),
-        ({"lora_alpha": "big"}, "sets lora_alpha to 'big' and a number"),
-        ({"lora_alpha": float("nan")}, "sets lora_alpha to nan and a number"),
-        ({"use_rslora": "yes"}, "sets use_rslora to 'yes' and true or false"),
-        ({"rank_pattern": ["q_proj"]}, "sets rank_pattern to ['q_proj'] and a map"),
-        ({"rank_pattern": {"q_proj": 0}}, "sets rank_pattern of q_proj to 0 and a whole number"),
-        ({"alpha_pattern": {"q_proj": None}}, "sets alpha_pattern of q_proj to None and a number"),
+        ({"r": 0}, "sets r to 0, which must be a whole number from 1"),
+        ({"r": "4"}, "sets r to '4', which must be a whole number"),
+        ({"r": 2.5}, "sets r to 2.5, which must be a whole number"),
+        ({"r": True}, "sets r to True, which must be a whole number"),
+        ({"lora_alpha": "big"}, "sets lora_alpha to 'big', which must be a finite number"),
+        ({"lora_alpha": float("nan")}, "sets lora_alpha to nan, which must be a finite number"),
+        ({"use_rslora": "yes"}, "sets use_rslora to 'yes', which must be true or false"),
+        ({"rank_pattern": ["q_proj"]}, "sets rank_pattern to ['q_proj'], which must be an object"),
+        (
+            {"rank_pattern": {"q_proj": 0}},
+            "sets rank_pattern of q_proj to 0, which must be a whole number",
+        ),
+        (
+            {"alpha_pattern": {"q_proj": None}},
+            "sets alpha_pattern of q_proj to None, which must be a finite number",
+        ),
         (
             {"alpha_pattern": {"(q_proj": 3}},
             "has '(q_proj' in alpha_pattern, which is no regular expression",
@@ -280,14 +286,17 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
         ),
         (
             {"target_modules": {"q_proj": 1}},
-            "sets target_modules to {'q_proj': 1} and a text or a list of texts",
+            "sets target_modules to {'q_proj': 1}, which must be a string or a list of strings",
         ),
-        ({"target_modules": [1]}, "sets target_modules to [1] and a text or a list"),
+        ({"target_modules": [1]}, "sets target_modules to [1], which must be a string or a list"),
         ({"exclude_modules": "("}, "has '(' in exclude_modules, which is no regular expression"),
-        ({"layers_to_transform": "0"}, "sets layers_to_transform to '0' and numbers of layers"),
+        (
+            {"layers_to_transform": "0"},
+            "sets layers_to_transform to '0', which must be a list of the numbers of layers",
+        ),
         (
             {"layers_to_transform": [True]},
-            "sets layers_to_transform to [True] and numbers of layers",
+            "sets layers_to_transform to [True], which must be a list of the numbers of layers",
         ),
         ({"layers_to_transform": [1], "layers_pattern": "["}, "has '[' in layers_pattern"),
         ({"layers_to_transform": [1], "target_modules": "all-linear"}, "PEFT does not allow"),
@@ -303,7 +312,7 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, mes
         (
             {"target_modules": ["q_proj"]},
             QUERY_AND_VALUE,
-            "v_proj.lora_A.weight and adapter_config.json does not name",
+            "v_proj.lora_A.weight and adapter_config.json does not select",
         ),
         (
             {"layers_to_transform": [0]},
@@ -342,7 +351,7 @@ def test_a_matrix_for_the_output_layer_is_refused_by_name(plain, tmp_path):
         folder / "adapter_model.safetensors",
     )
     assert (
-        "has a tensor base_model.model.lm_head.lora_A.weight and the model no such matrix"
+        "has a tensor base_model.model.lm_head.lora_A.weight, and no projection in the layers of this model"
         in refused(plain, folder)
     )
 
@@ -364,7 +373,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 114218
             None,
             "adapter_model.safetensors is missing: download the adapter again",
         ),
-        ("adapter_config.json", None, "give --adapter a folder as RUN/policies/N/adapter"),
+        ("adapter_config.json", None, "set --adapter to a folder such as RUN/policies/N/adapter"),
     ],
 )
 def test_a_damaged_file_is_named(plain, tmp_path, file, content, message):

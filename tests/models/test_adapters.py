@@ -136,6 +136,6 @@ def test_missing_tensors_files_and_folders_are_named(plain, folder, tmp_path):
     assert "is truncated or damaged" in refused(plain, tmp_path)
     message = refused(plain, tmp_path / "nothing")
     assert "there is no" in message
-    assert message.endswith("give --adapter a folder as RUN/policies/N/adapter")
+    assert message.endswith("set --adapter to a folder such as RUN/policies/N/adapter")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "has no r or no lora_alpha" in refused(plain, tmp_path)

@@ -117,7 +117,7 @@ def test_a_tokenizer_whose_fields_are_wrong_is_named(folder, name, content):
 @pytest.mark.parametrize("token", [5, ["<|im_end|>"], {"id": 1}])
 def test_a_special_token_that_is_no_text_is_named(folder, name, token):
     (folder / name).write_text(json.dumps({"eos_token": token}))
-    assert refused(folder).startswith(f"{folder / name} sets eos_token to {token!r} ")
+    assert refused(folder).startswith(f"{folder / name} sets eos_token to {token!r}, ")
 
 
 @pytest.mark.parametrize(
@@ -164,38 +164,46 @@ def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("rope_scaling", ["llama3"], "sets rope_scaling to ['llama3'] and a map is needed"),
-        ("rope_parameters", "default", "sets rope_parameters to 'default' and a map is needed"),
-        ("rope_theta", "1e6", "sets rope_theta to '1e6' and a number above 0 is needed"),
-        ("rope_theta", 0, "sets rope_theta to 0 and a number above 0"),
+        ("rope_scaling", ["llama3"], "sets rope_scaling to ['llama3'], which must be an object"),
+        (
+            "rope_parameters",
+            "default",
+            "sets rope_parameters to 'default', which must be an object",
+        ),
+        ("rope_theta", "1e6", "sets rope_theta to '1e6', which must be a number above 0"),
+        ("rope_theta", 0, "sets rope_theta to 0, which must be a number above 0"),
         (
             "architectures",
             "Qwen3ForCausalLM",
-            "sets architectures to 'Qwen3ForCausalLM' and a list is needed",
+            "sets architectures to 'Qwen3ForCausalLM', which must be a list",
         ),
-        ("model_type", ["qwen3"], "sets model_type to ['qwen3'] and a text is needed"),
+        ("model_type", ["qwen3"], "sets model_type to ['qwen3'], which must be a string"),
         (
             "num_key_value_heads",
             0,
-            "sets num_key_value_heads to 0 and a whole number above 0 is needed",
+            "sets num_key_value_heads to 0, which must be a whole number above 0",
         ),
-        ("num_key_value_heads", "2", "sets num_key_value_heads to '2' and a whole number"),
-        ("head_dim", 8.0, "sets head_dim to 8.0 and a whole number"),
-        ("rms_norm_eps", {}, "sets rms_norm_eps to {} and a number"),
+        (
+            "num_key_value_heads",
+            "2",
+            "sets num_key_value_heads to '2', which must be a whole number",
+        ),
+        ("head_dim", 8.0, "sets head_dim to 8.0, which must be a whole number"),
+        ("rms_norm_eps", {}, "sets rms_norm_eps to {}, which must be a number"),
         (
             "layer_types",
             {"0": "full_attention"},
-            "sets layer_types to {'0': 'full_attention'} and a list",
+            "sets layer_types to {'0': 'full_attention'}, which must be a list",
         ),
         (
             "eos_token_id",
             "<|im_end|>",
-            "sets eos_token_id to '<|im_end|>' and a token id or a list of them",
+            "sets eos_token_id to '<|im_end|>', which must be a token id or a list of token ids",
         ),
-        ("eos_token_id", [1, None], "sets eos_token_id to [1, None] and a token id"),
-        ("bos_token_id", [1], "sets bos_token_id to [1] and a whole number"),
-        ("hidden_size", "16", "has hidden_size = '16' where a positive number is needed"),
-        ("hidden_size", True, "has hidden_size = True where a positive number is needed"),
+        ("eos_token_id", [1, None], "sets eos_token_id to [1, None], which must be a token id"),
+        ("bos_token_id", [1], "sets bos_token_id to [1], which must be a whole number"),
+        ("hidden_size", "16", "sets hidden_size to '16', which must be a positive whole number"),
+        ("hidden_size", True, "sets hidden_size to True, which must be a positive whole number"),
         (
             "rope_scaling",
             {"rope_type": "llama3", "factor": "8"},
@@ -213,7 +221,7 @@ def test_a_field_of_the_configuration_with_a_wrong_value_is_named(folder, field,
 def test_a_stop_token_that_is_no_id_is_named(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     assert refused(folder).startswith(
-        f"{folder / 'generation_config.json'} sets eos_token_id to {value!r} "
+        f"{folder / 'generation_config.json'} sets eos_token_id to {value!r}, "
     )
 
 

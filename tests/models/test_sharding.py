@@ -64,7 +64,7 @@ def test_an_axis_of_size_one_is_whole_everywhere():
 def test_an_indivisible_axis_is_refused_with_what_would_work():
     with pytest.raises(
         UserError,
-        match=r"axis heads of size 12 .* tensor of size 8: use tensor of 1, 2, 3, 4, 6 or 12",
+        match=r"axis heads of size 12 .* tensor of size 8: use tensor of size 1, 2, 3, 4, 6 or 12",
     ):
         partition_spec(("embed", "heads", "head_dim"), (64, 12, 16), MESH)
 

@@ -254,8 +254,8 @@ def test_messages_of_a_template_without_system_role():
 def test_tokens_that_are_no_conversation_have_no_messages():
     opening = TRAINED.open_conversation("s", "u")
     for ids, sentence in [
-        (opening[:-2], r"ends after .* where the chat template goes on"),
-        (opening + TRAINED.encode_model("He."), r"ends after 'He\.' where"),
+        (opening[:-2], r"ends after .* and the chat template continues with"),
+        (opening + TRAINED.encode_model("He."), r"ends after 'He\.', and"),
         (opening[1:], r"begins with .* and the chat template with"),
         ([], r"begins with '' and"),
     ]:
@@ -270,7 +270,7 @@ def test_a_template_that_parts_messages_by_text_has_no_messages():
         "[/INST]{% else %}{{ message['content'] }}</s>{% endif %}{% endfor %}"
     )
     tokenizer = Tokenizer(_wrapped(template, ["</s>"], [], QWEN_SPLIT, None, "</s>", False))
-    with pytest.raises(UserError, match="where text could say the same"):
+    with pytest.raises(UserError, match="and a message could hold the same text"):
         tokenizer.messages(tokenizer.open_conversation("s", "u"))
 
 

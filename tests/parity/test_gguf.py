@@ -80,7 +80,8 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
 
 def test_a_file_of_another_model_is_refused(tmp_path, cache):
     with pytest.raises(
-        UserError, match=r"architecture 'gpt2' and the decoder runs qwen2, qwen3, llama: choose"
+        UserError,
+        match=r"architecture 'gpt2', and this decoder supports qwen2, qwen3, llama: choose",
     ):
         checkpoint_folder(write_gguf(tmp_path / "other.gguf", architecture="gpt2"))
 
@@ -88,7 +89,7 @@ def test_a_file_of_another_model_is_refused(tmp_path, cache):
 def test_a_file_without_one_of_its_tensors_is_refused(tmp_path, cache):
     with pytest.raises(
         UserError,
-        match=r"lacks 1 tensors, the first is model.layers.0.mlp.up_proj.weight: download",
+        match=r"lacks 1 tensors, for example model.layers.0.mlp.up_proj.weight: download",
     ):
         checkpoint_folder(write_gguf(tmp_path / "less.gguf", without="blk.0.ffn_up"))
     assert list(cache.iterdir()) == []
@@ -98,10 +99,10 @@ def test_half_a_file_and_no_file_are_refused(tmp_path, cache):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
-        UserError, match=r"half.gguf is truncated or no GGUF file .*: download it again"
+        UserError, match=r"half.gguf is truncated or is no GGUF file .*: download it again"
     ):
         checkpoint_folder(tmp_path / "half.gguf")
-    with pytest.raises(UserError, match=r"there is no file .*none.gguf: give"):
+    with pytest.raises(UserError, match=r"there is no file .*none.gguf: choose"):
         checkpoint_folder(tmp_path / "none.gguf")
 
 

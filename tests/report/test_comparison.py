@@ -99,13 +99,13 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
         comparison.read_scores(result)
     file = tmp_path / "nq-text-dev.predictions.jsonl"
     file.write_text('{"id": "0"}\n')
-    with pytest.raises(UserError, match=r"holds no predictions of mujica_jax\.eval"):
+    with pytest.raises(UserError, match=r"does not hold predictions of mujica_jax\.eval"):
         comparison.read_scores(result)
     file.write_bytes(FIRST)
     earlier = comparison.read_scores(result)
     questions = [dataclasses.replace(QUESTION, id=number) for number in "0123"]
     comparison.check_same_questions(result, earlier, questions[:3])
-    with pytest.raises(UserError, match="has 3 questions and 4 are asked, 3 of them the same"):
+    with pytest.raises(UserError, match="has 3 questions and this evaluation has 4; 3 are in both"):
         comparison.check_same_questions(result, earlier, questions)
 
 
@@ -114,7 +114,7 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
     [
         (["--samples", "0"], "--samples is 0 and must be at least 1"),
         (["--samples", "2", "--sampled", "False"], "--samples is 2 and --sampled is False"),
-        (["--beside", "A", "--agents", "direct"], "--beside is A and there are several results"),
+        (["--beside", "A", "--agents", "direct"], "--beside is A and compares a single result"),
     ],
 )
 def test_samples_and_an_earlier_result_are_checked_first(tmp_path, flags, sentence):
@@ -154,7 +154,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
         (
             ["--task.environment", "graph", "--agents", "rag"],
-            "agent.kind is rag, which reads passages",
+            "agent.kind rag only searches passages",
         ),
         (
             ["--agent.kind", "direct", "--agents", "mujica"],
@@ -162,9 +162,9 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         ),
         (
             ["--agents", "direct", "--worker", "w"],
-            "--worker is w, and of mujica, direct only mujica has workers",
+            "--worker is w and the agents are mujica, direct, but only mujica has workers",
         ),
-        (["--plot", "True"], "--plot is True and there is nothing to compare"),
+        (["--plot", "True"], "--plot draws a comparison, and only one result is asked for"),
     ):
         with pytest.raises(UserError, match=message):
             evaluation.all_configs(*evaluation.command_line([*flags, *words]))

@@ -117,7 +117,7 @@ def test_a_line_holds_count_rate_time_left_and_figures():
     lines = run_stage(io.StringIO(), seconds=20, updates=40)
     assert lines[0] == (
         "warm-up: 10/40 steps, 2 steps/s, eta 0:15, 0:05 so far, "
-        "loss 0.1, tokens/s 41.2k, K 0.75, acceptance 26%, EM 12.3"
+        "loss 0.1, tokens/s 41.2k, threshold K 0.75, acceptance 26%, EM 12.3"
     )
     assert lines[-1].startswith("warm-up: 40/40 steps in 0:20 (2 steps/s), loss 0.025")
 
@@ -181,8 +181,8 @@ def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at
             clock.now += 1
             stage.update(done, k=0.5)
     first, last = stream.getvalue().splitlines()
-    assert first.endswith("K 0.5, running 3, cached 75%")
-    assert last.endswith("K 0.5")
+    assert first.endswith("threshold K 0.5, running 3, cached 75%")
+    assert last.endswith("threshold K 0.5")
     assert asked == [105.0]
 
 

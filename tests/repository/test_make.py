@@ -8,7 +8,7 @@ from tests.helpers.paths import ROOT
 
 
 @pytest.mark.parametrize(
-    ("target", "developer"), [("train", False), ("test", True), ("lint", True)]
+    ("target", "developer"), [("train", False), ("test", True), ("lint", True), ("docs", True)]
 )
 def test_training_installs_no_test_tools(target, developer, tmp_path):
     command = ["make", "--dry-run", target, f"VENV={tmp_path}"]

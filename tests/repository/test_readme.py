@@ -1,26 +1,48 @@
 """The commands that the documents print are commands that work: make's targets exist, arguments are
 taken, links lead somewhere.
 
+Every command line in README, docs/start and docs/guides is checked, or has a reason why it is not.
 `tests/runs` runs the two programs for real.
 """
 
+import dataclasses
 import functools
 import itertools
+import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from docs.hooks import PAGE
+from mujica_jax import eval as evaluation
+from mujica_jax import index, sample, serve
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
+from mujica_jax.tasks import prepare
 from mujica_jax.train import DEFAULT_CONFIG
 from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import TWO_WIKI
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = ROOT / "docs" / PAGE  # by `make docs`
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+# The pages for users: every line of their blocks of commands is covered here.
+USER_PAGES = [
+    ROOT / "README.md",
+    *(
+        path
+        for folder in ("start", "guides")
+        for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+    ),
+]
 # of every language, or pairs go wrong
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -37,7 +59,13 @@ def shell_blocks(path: Path) -> list[str]:
 BLOCKS = [block for path in DOCUMENTS for block in shell_blocks(path)]
 LINES = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
-TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
+TRAIN = sorted(
+    {
+        line
+        for line in LINES
+        if line.startswith("python -m mujica_jax.train") and "--help" not in line
+    }
+)
 
 
 def test_the_readme_prints_both_commands():
@@ -53,14 +81,20 @@ def test_make_knows_the_target(line):
     assert shown.returncode == 0, shown.stderr
 
 
+# What a reader replaces, and what these tests put there.
+PLACEHOLDERS = {
+    "DIR": str(TWO_WIKI),
+    "CONFIG": "configs/two_wiki_text_smollm2.py",
+    "mine.py": "configs/tiny_world_grpo.py",
+}
+
+
 def arguments(line: str) -> list[str]:
-    """Return the words after `python -m mujica_jax.train`, with placeholders filled in.
+    """Return the words after `python -m mujica_jax.NAME`, with placeholders filled in.
 
     "..." stands for those of any other command.
     """
-    return [
-        str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."
-    ]
+    return [PLACEHOLDERS.get(word, word) for word in shlex.split(line)[3:] if word != "..."]
 
 
 def value_of(flag: str, config: Config) -> object:
@@ -96,4 +130,183 @@ def test_links_lead_somewhere(path):
     targets = [
         target for target in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in target
     ]
-    assert [target for target in targets if not (path.parent / target).exists()] == []
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert [target for target in missing if (path.parent / target).resolve() != GENERATED] == []
+
+
+# --- every command line of the pages for users ---
+
+MODULE = "python -m mujica_jax."
+# Lines that no parser of ours reads, by how they begin, with the reason why they are not checked.
+UNCHECKED = {
+    "source .venv/bin/activate": "the shell's own",
+    "export OPENAI_API_KEY=": "the shell's own",
+    "until COMMAND; do sleep 10; done": "the shell's own",
+    "cp launch/env.example launch/env": "copies a file; tests/launch reads its lines",
+    "launch/": "tests/launch/test_launch.py calls each of these lines",
+    "pip install": "tests/repository/test_packaging.py compares the extras and the packages",
+    'python -c "import jax; print(jax.devices())"': "JAX's own",
+    "hf download ": "the program of huggingface_hub, which needs a connection",
+    "oxigraph serve-read-only ": "the program of another package, which serves until it is ended",
+    "gcloud storage buckets update ": "the program of Google Cloud, which needs a bucket",
+    "curl http://HOST:8600/": "asks a service that runs",
+}
+
+
+class Command(NamedTuple):
+    """A line of a page."""
+
+    page: Path
+    line: str
+
+    @property
+    def module(self) -> str:
+        """The program of this package that the line starts, as `eval`; empty for other lines."""
+        _, marker, rest = self.line.partition(MODULE)
+        return rest.split()[0] if marker else ""
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of the program.
+
+        A prompt such as `host-a$` may stand before the program, and a quotation mark of the command
+        that sends the line to another machine around it.
+        """
+        before, marker, rest = self.line.partition(MODULE)
+        return arguments(marker + (rest.rstrip('"') if '"' in before else rest))
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Return the command lines of a page: those of its blocks, and programs in its sentences."""
+    text = page.read_text()
+    lines = [line for block in shell_blocks(page) for line in block.splitlines()]
+    if any(line.startswith("# DIR/") for line in lines):
+        # A file that stands on the page, not a command.
+        lines = [line for line in lines if not line.startswith(("# DIR/", "{"))]
+    lines = [re.split(r"\s+# ", line)[0].strip() for line in lines]
+    sentences = " ".join(FENCED.sub("", text).split())
+    lines += re.findall(r"`(python -m mujica_jax\.[^`\s]+ [^`]+)`", sentences)
+    return [Command(page, line) for line in lines if line and not line.startswith("#")]
+
+
+COMMANDS = sorted({command for page in USER_PAGES for command in commands_of(page)})
+
+
+def started(module: str) -> list[Command]:
+    """Return the commands that start this program."""
+    return [command for command in COMMANDS if command.module == module]
+
+
+def ids_of(commands: list[Command]) -> list[str]:
+    return [f"{command.page.stem}: {command.line}" for command in commands]
+
+
+CHECKED = ("train", "eval", "sample", "index", "serve", "tasks.prepare")
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_every_command_line_is_checked_or_has_a_reason(page):
+    unknown = [
+        command.line
+        for command in commands_of(page)
+        if command.module not in CHECKED and not command.line.startswith(("make ", *UNCHECKED))
+    ]
+    assert unknown == [], "check these lines too, put output into a block of ```text, or say why"
+
+
+def test_no_reason_is_left_over():
+    begins = {begin for begin in UNCHECKED if any(line.startswith(begin) for _, line in COMMANDS)}
+    assert begins == set(UNCHECKED)
+    assert {command.module for command in COMMANDS} - {""} == set(CHECKED)
+
+
+TRAINED = [command for command in started("train") if command.line not in TRAIN]
+
+
+@pytest.mark.parametrize("command", TRAINED, ids=ids_of(TRAINED))
+def test_the_arguments_of_train_are_taken_wherever_they_stand(command, monkeypatch):
+    """The lines of `TRAIN` are checked above.
+
+    These stand in a sentence, go to another machine, or ask for help.
+    """
+    monkeypatch.chdir(ROOT)
+    if "--help" in command.words:
+        with pytest.raises(SystemExit, match="0"):
+            command_line(command.words, default=DEFAULT_CONFIG)
+    else:
+        check(command_line(command.words, default=DEFAULT_CONFIG))
+
+
+def config_of_run(page: Path, run: str) -> Config:
+    """Return the configuration of a run that a page evaluates.
+
+    It is the one that the page's own `train --run RUN` begins, and otherwise the tiny world.
+    """
+    for command in commands_of(page):
+        if command.module == "train" and ["--run", run] in map(
+            list, itertools.pairwise(command.words)
+        ):
+            return command_line(command.words, default=DEFAULT_CONFIG)
+    return load_config(DEFAULT_CONFIG)
+
+
+def write_run(folder: Path, config: Config) -> None:
+    """Write what `eval` reads of a run's folder, or of an adapter's, before it loads weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
+
+
+def with_runs(command: Command, folder: Path) -> list[str]:
+    """Return the words of a command with runs and adapters that are in `folder`."""
+    words = command.words
+    for position, flag in enumerate(words[:-1]):
+        name = words[position + 1]
+        names_run = flag in ("--checkpoint", "--adapter", "--worker")
+        if not names_run or name in PLACEHOLDERS.values() or (ROOT / name).exists():
+            continue
+        own_folder = folder / name.removeprefix("gs://")
+        write_run(own_folder, config_of_run(command.page, name.partition("/policies/")[0]))
+        words[position + 1] = str(own_folder)
+    return words
+
+
+@pytest.mark.parametrize("command", started("eval"), ids=ids_of(started("eval")))
+def test_the_arguments_of_eval_are_taken(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    # Whether a set is prepared for TensorFlow Datasets is a matter of the machine.
+    monkeypatch.setattr(evaluation, "check_data_dir", lambda task: None)
+    options, config = evaluation.command_line(with_runs(command, tmp_path))
+    assert len(evaluation.all_configs(options, config)) >= 1
+
+
+@pytest.mark.parametrize("command", started("sample"), ids=ids_of(started("sample")))
+def test_the_arguments_of_sample_are_taken(command, monkeypatch):
+    taken = []
+    monkeypatch.setattr(sample, "sample", lambda options, preemption: taken.append(options))
+    assert sample.main(command.words) == 0
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("serve"), ids=ids_of(started("serve")))
+def test_the_arguments_of_serve_are_taken(command, monkeypatch):
+    taken = []
+    monkeypatch.setattr(serve, "serve", taken.append)
+    assert serve.main(command.words) == 0
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))
+def test_the_arguments_of_index_are_taken(command):
+    options = index._parser().parse_args(command.words)
+    # An index that is opened has its own kind, which is not known here.
+    if hasattr(options, "kind"):
+        index._refuse_unread(options, options.kind)
+
+
+@pytest.mark.parametrize("command", started("tasks.prepare"), ids=ids_of(started("tasks.prepare")))
+def test_the_arguments_of_prepare_are_taken(command):
+    if "--help" in command.words:
+        with pytest.raises(SystemExit, match="0"):
+            prepare._parser().parse_args(command.words)
+    else:
+        prepare._parser().parse_args(command.words)

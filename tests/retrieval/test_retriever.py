@@ -128,7 +128,7 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert third == [PASSAGES[2]]
     assert index.batches == [["a", "bb"]]
     assert isinstance(second, RetrieverRefusedError)
-    assert r"'\ud800' is no text" in str(second)
+    assert r"'\ud800' cannot be written as UTF-8" in str(second)
     assert retriever.statistics.queries == 3
     assert retriever.statistics.failed == 1
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
@@ -188,11 +188,11 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
     (message,) = [
         record.getMessage() for record in caplog.records if record.name.endswith("search_cache")
     ]
-    assert "version1.sqlite is not used" in message
+    assert "version1.sqlite is switched off" in message
     caplog.clear()
     (tmp_path / "file").write_text("")
     SearchCache(tmp_path / "file" / "folder", "v")
-    assert "is not used" in caplog.text
+    assert "is switched off" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [OSError("the disk is gone"), RuntimeError("out of memory")])
@@ -252,7 +252,9 @@ async def test_a_full_line_is_refused(index):
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
     # They wait now.
     await asyncio.sleep(0)
-    with pytest.raises(RetrieverOverloadedError, match="2 searches wait, of at most 2"):
+    with pytest.raises(
+        RetrieverOverloadedError, match="2 searches are waiting, and the limit is 2"
+    ):
         await retriever.search("dddd", 1)
     index.hold.set()
     await asyncio.gather(*waiting)

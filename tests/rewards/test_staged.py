@@ -176,7 +176,7 @@ def test_an_embedder_that_does_not_exist_is_named(smoke: Config):
     named = dataclasses.replace(
         smoke, reward="staged", staged=StagedRewardConfig(embedder="nowhere")
     )
-    with pytest.raises(UserError, match="the embedder 'nowhere' is no folder"):
+    with pytest.raises(UserError, match="the embedder 'nowhere' is not a folder"):
         make_reward(named, "two_wiki")
 
 

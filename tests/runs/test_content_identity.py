@@ -151,7 +151,7 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     check_content(store, config, two_wiki(folder))
     folder_of_questions(folder, **change)
     with pytest.raises(
-        RunMismatchError, match=r"was begun with other data than .* holds now"
+        RunMismatchError, match=r"was started with other data than .* holds now"
     ) as refused:
         check_content(store, config, two_wiki(folder))
     assert "give the same data or choose another --run directory" in str(refused.value)
@@ -275,7 +275,7 @@ def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog,
     (tmp_path / "greedy.parquet").write_bytes(damage)
     assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     assert "greedy.parquet" in caplog.text
-    assert "it is played again" in caplog.text
+    assert "these episodes are played again" in caplog.text
     assert [
         trajectory.answer for trajectory in _read_or_play(parts, "greedy.parquet", lambda: [])
     ] == ["Ghent"], "and kept"

@@ -84,7 +84,7 @@ def test_a_run_whose_retriever_is_down_ends_with_a_sentence_and_goes_on_when_it_
     assert "Traceback" not in ended.messages
     message = " ".join(ended.messages.split())
     assert (
-        "5 attempts in a row ended because a search failed, each of them played 2 times" in message
+        "a search failed in each of 5 attempts in a row, which were played 2 times each" in message
     )
     monkeypatch.delitem(ENVIRONMENT, FAILING_SHARE)
     rest(directory, **words(directory))

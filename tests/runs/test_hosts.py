@@ -201,7 +201,7 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         )
         messages = [process.messages.strip().splitlines()[-1] for process in ended]
         assert "preempted in" in messages[which], messages
-        assert "go on with: python -m mujica_jax.train" in messages[which], messages
+        assert "continue with: python -m mujica_jax.train" in messages[which], messages
         if phase == "warm-up: learning":
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in messages]
             # The notice comes at the 40th update of the console: one a step, and one more every ten

@@ -111,7 +111,7 @@ def test_an_engine_that_decodes_greedily_is_refused_where_a_run_draws(copy, tmp_
     ended = start([*EVAL, "--checkpoint", str(copy), *foreign, "--out", str(tmp_path / "results")])
     assert ended.returncode == 2
     assert ended.stderr == (
-        "error: engine.factory tests.helpers.foreign_engine:make_engine decodes greedily and the sampled "
-        "scores have eval.temperature 1.0: add --sampled False, or use an engine that samples each "
-        "request by itself\n"
+        "error: engine.factory tests.helpers.foreign_engine:make_engine can only decode greedily, "
+        "but the sampled scores need eval.temperature 1.0: add --sampled False, or use an engine "
+        "with its own temperature for each request\n"
     )

@@ -146,7 +146,7 @@ def test_disagreement_is_counted_by_hand():
 
 def test_half_a_judge_is_refused():
     with pytest.raises(
-        UserError, match=r"--judge\.model is j and there is no endpoint: give --judge\.base-url too"
+        UserError, match=r"--judge\.model is j, but there is no endpoint: add --judge\.base-url"
     ):
         check_remote(RemoteConfig(model="j"), "judge")
 
@@ -249,9 +249,7 @@ def test_of_two_processes_the_first_verdict_stays(tmp_path):
 def test_a_damaged_verdict_of_a_run_is_one_sentence(damage, tmp_path):
     (tmp_path / "verdicts" / "ab").mkdir(parents=True)
     (tmp_path / "verdicts" / "ab" / "ab12.json").write_text(damage)
-    with pytest.raises(
-        StoreError, match=r"ab12.json holds no verdict: remove it, and it is asked again"
-    ):
+    with pytest.raises(StoreError, match=r"ab12.json does not hold a verdict: remove this file"):
         RunVerdicts(Store(tmp_path)).read("ab12")
 
 
@@ -298,7 +296,7 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
         assert [trajectory.reward for trajectory in two] == [0.0, 0.0]
         sentence = (
             r"the judge judge gave no verdict 3 times in a row, and faults\.max_in_a_row is 2; "
-            r"the last time: .*400"
+            r"the last error: .*400"
         )
         with pytest.raises(JudgeLostError, match=sentence):
             earned(
@@ -370,17 +368,17 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
     [
         (
             {"reward": "judge"},
-            "reward is judge, which asks a judge, and judge.base_url is None: give --judge.base-url",
+            "the reward judge needs a judge, but judge.base_url is None: give --judge.base-url",
         ),
         (
             {"reward": "staged", "staged": StagedRewardConfig(correctness="judge")},
-            "reward is staged with staged.correctness judge, which asks a judge, and "
-            "judge.base_url is None",
+            "the reward staged with staged.correctness judge needs a judge, but judge.base_url is "
+            "None",
         ),
         (
             {"reward": "staged", "staged": StagedRewardConfig(unified=True, stage_two=False)},
-            "staged.unified is True and staged.stage_one True, staged.stage_two False: a reward "
-            "without stages",
+            "staged.unified is True, but staged.stage_one is True and staged.stage_two False: set "
+            "both stages to True",
         ),
         ({"faults": FaultConfig(repeats=-1)}, "faults.repeats is -1 and must be at least 0"),
         ({"faults": FaultConfig(repeats=101)}, "faults.repeats is 101 and must be at most 100"),
@@ -390,7 +388,7 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
         ),
         (
             {"judge": JudgeConfig(show_question=True)},
-            "--judge.show-question is True and there is no endpoint",
+            "--judge.show-question is True, but there is no endpoint",
         ),
     ],
 )
@@ -405,7 +403,7 @@ def test_a_reward_without_its_judge_is_refused(changes, sentence):
 )
 def test_a_reward_that_asks_a_judge_is_not_made_without_one(name, asking):
     with pytest.raises(
-        UserError, match=f"the reward {re.escape(asking)} asks a judge and there is none"
+        UserError, match=f"the reward {re.escape(asking)} needs a judge and there is none"
     ):
         find_reward(name, "two_wiki", StagedRewardConfig(correctness="judge"))
 
@@ -416,14 +414,15 @@ def test_a_judge_that_nothing_asks_is_refused_where_a_run_is_trained(tokenizer):
     )
     config = dataclasses.replace(SMOKE, judge=judge)
     with pytest.raises(
-        UserError, match=r"judge\.base_url is http://localhost:1/v1 and reward f1 asks no judge"
+        UserError,
+        match=r"judge\.base_url is http://localhost:1/v1, but the reward f1 asks no judge",
     ):
         check_judge_is_asked(config)
     check_judge_is_asked(dataclasses.replace(config, reward="judge"))
     unused = dataclasses.replace(
         config, reward="staged", staged=StagedRewardConfig(correctness="judge", answer=False)
     )
-    with pytest.raises(UserError, match="reward staged asks no judge"):
+    with pytest.raises(UserError, match="the reward staged asks no judge"):
         check_judge_is_asked(unused)
 
 

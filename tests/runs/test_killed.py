@@ -85,7 +85,7 @@ def test_damaged_shards_are_named_set_aside_and_sampled_again(undisturbed, copy)
     output = rest(copy)
     for damaged in (truncated, flipped, missing):
         name = str(damaged.relative_to(copy))
-        assert f"{name} is damaged and sampled again" in output
+        assert f"{name} is damaged and will be sampled again" in output
         reasons = [json.loads(file.read_text()) for file in copy.glob("quarantine/*/reason.json")]
         assert [reason["shard"] for reason in reasons].count(name) == 1
     assert outcome(copy) == undisturbed.outcome

@@ -82,10 +82,10 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
             end_units(home)
         assert train.wait(timeout=SECONDS) == 0, (tmp_path / "output").read_text()
     messages = (tmp_path / "output").read_text()
-    assert "mujica is preempted: 1 of at most 50 times" in messages
+    assert "mujica was preempted (preemption 1 of at most 50)" in messages
     assert "failed" not in messages
     assert "policy      policies/000001" in cloud.done("status.sh")
-    assert "go" not in cloud.done("logs.sh", "--worker", "0", "--lines", "1")
+    assert "continue with" not in cloud.done("logs.sh", "--worker", "0", "--lines", "1")
     assert "greedy" in cloud.done("eval.sh", "--eval.questions", "4")
     assert any("eval-launch/" in name for name in cloud.bucket.names("my-bucket", "runs/first/"))
     cloud.done("delete.sh", "--yes")

@@ -149,7 +149,7 @@ def test_another_run_goes_on_from_the_adapter(run, learnt, config, tmp_path, mon
     with (
         pytest.raises(
             UserError,
-            match=r"has rank 4 and alpha 8, and trainer.lora_rank is 2.*--trainer.lora-rank 4",
+            match=r"has rank 4 and alpha 8, but trainer.lora_rank is 2.*--trainer.lora-rank 4",
         ),
         start.open_training(
             dataclasses.replace(going_on, trainer=narrower), tmp_path / "other", Preemption()

@@ -81,6 +81,8 @@ def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_cha
     with pytest.raises(UserError) as refused:
         check_memory(configured(), phases_of_run, V5E)
     message = str(refused.value)
-    assert "two_wiki_text_v5e needs 17.1 GB a chip while learning and a v5e has 16.0 GB" in message
-    assert f"13.1 GB of {part}, so {change}" in message
+    assert (
+        "two_wiki_text_v5e needs 17.1 GB per chip while learning, but a v5e has 16.0 GB" in message
+    )
+    assert f"The largest part is {part} with 13.1 GB: {change}" in message
     check_memory(configured(), phases_of_run[:1], V5E)

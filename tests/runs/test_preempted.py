@@ -62,7 +62,7 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
             expected.append("before anything began")
         assert where in expected, message
         assert what_is_kept, message
-        command = shlex.split(message.partition("go on with: ")[2])
+        command = shlex.split(message.partition("continue with: ")[2])
         assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
         assert ended.cpu_seconds_after_signal is not None
         assert ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
@@ -80,7 +80,7 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
     # The second start went on where the first ended.
     assert first == undisturbed.rows[:step]
     assert second[: 20 - step] == undisturbed.rows[step:20]
-    assert "finished shards are kept and the one under way is sampled again" in sampling.messages
+    assert "finished shards are kept, and the current shard is sampled again" in sampling.messages
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
 
@@ -129,14 +129,14 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
     )
     try:
         assert evaluating.stdout is not None
-        assert evaluating.stdout.readline().startswith("policy 2 from ")
+        assert evaluating.stdout.readline().startswith("evaluating policy 2 from ")
         evaluating.send_signal(signal.SIGTERM)
         _, messages = evaluating.communicate(timeout=SECONDS)
     finally:
         evaluating.kill()
     assert evaluating.returncode == 0, messages
     assert "preempted" in messages
-    assert messages.strip().endswith("the same command goes on")
+    assert messages.strip().endswith("run the same command again to continue")
     assert not [
         file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
     ]

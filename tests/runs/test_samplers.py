@@ -145,8 +145,8 @@ def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
         first.kill()
         first.communicate()
     assert second.returncode == 2
-    assert "trains in" in second.stderr
-    assert "already: end it first" in second.stderr
+    assert "is already training in" in second.stderr
+    assert "stop it first" in second.stderr
     asked = whole_runs.start(
         [*whole_runs.EVAL[:2], "mujica_jax.sample", "--run", str(tmp_path / "elsewhere")]
     )

@@ -95,7 +95,7 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
         running.kill()
     assert running.returncode == 130
     assert "Traceback" not in messages
-    command = shlex.split(messages.strip().splitlines()[-1].partition("go on with: ")[2])
+    command = shlex.split(messages.strip().splitlines()[-1].partition("continue with: ")[2])
     assert command[:3] == ["python", "-m", "mujica_jax.train"]
     assert "--run" in command
     finished([sys.executable, *command[1:]], cwd=tmp_path)
@@ -202,7 +202,8 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     assert [result[key] for key in ("task", "environment", "policy", "seed")] == expected
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert (
-        f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output
+        f"eval.questions is 1000, but there are only {len(predictions)} held-out questions; "
+        "all of them are evaluated" in output
     )
 
 
@@ -259,7 +260,7 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
     output = finished(
         [*EVAL, "musique_v5e", *of_run, "--task.data-dir", str(passages), "--task.index", "None"]
     )
-    assert "trained under other settings" not in output
+    assert "trained with other settings" not in output
     graph_flags = ["--task.data-dir", str(graphs), "--task.index", str(tmp_path / "graph")]
     finished([*EVAL, "qald10_v5e", *of_run, *graph_flags])
     for task, question, answer in (

@@ -117,7 +117,7 @@ def test_damaged_shards_in_a_bucket_are_named_set_aside_and_sampled_again(
     assert ended.status == 0, ended.messages
     run = fetched(fake, tmp_path / "run")
     for name in (truncated, missing):
-        assert f"{name} is damaged and sampled again" in ended.output
+        assert f"{name} is damaged and will be sampled again" in ended.output
         reasons = [json.loads(file.read_text()) for file in run.glob("quarantine/*/reason.json")]
         assert [reason["shard"] for reason in reasons].count(name) == 1
     assert outcome(run) == undisturbed.outcome

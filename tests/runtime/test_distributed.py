@@ -43,12 +43,12 @@ def test_where_a_process_never_comes_the_other_says_what_to_do_and_is_ended(proc
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     note, _, reason = ended.stderr.partition("\n")
     assert note.startswith(
-        f"process {process} of 2 on {socket.gethostname()} waits for the others at {address}. If "
-        "JAX ends it after about 1 s (distributed.deadline_seconds) with DEADLINE_EXCEEDED, a "
-        "process did not come: start all of them at the same time"
+        f"process {process} of 2 on {socket.gethostname()} waits for the other processes at "
+        f"{address}. If JAX ends it after about 1 s (distributed.deadline_seconds) with "
+        "DEADLINE_EXCEEDED, a process is missing: start all processes at the same time"
     )
     assert "DEADLINE_EXCEEDED" in reason
-    assert "processes are here" not in reason
+    assert "processes have started" not in reason
 
 
 WAITING_PROCESS = """
@@ -99,8 +99,9 @@ def test_a_process_that_is_killed_ends_the_other_which_has_said_what_to_do(victi
             process.communicate()
     assert job[1 - victim].returncode in (1, -signal.SIGABRT), messages
     note = (
-        "all 2 processes are here. If one of them is lost, JAX ends the others within about 5 s "
-        "with 'detected fatal errors': the same command on all hosts continues from what was saved"
+        "all 2 processes have started. If one of them is lost, JAX ends the others within about "
+        "5 s with 'detected fatal errors'; the same command on all hosts continues from what was "
+        "saved"
     )
     assert note in messages.splitlines()
     reasons = messages.partition(note)[2]
@@ -135,15 +136,15 @@ def test_an_address_without_a_port_is_refused(address):
     [
         (
             ["--distributed.num-processes", "2"],
-            "distributed.num_processes is 2, distributed.process_id 0 and there is no coordinator",
+            "distributed.num_processes is 2 and distributed.process_id 0, but there is no coordinator",
         ),
         (
             ["--distributed.process-id", "1"],
-            "distributed.num_processes is 1, distributed.process_id 1 and there is no coordinator",
+            "distributed.num_processes is 1 and distributed.process_id 1, but there is no coordinator",
         ),
         (
             ["--distributed.coordinator", "a:1"],
-            "distributed.coordinator is a:1 and distributed.num_processes is 1",
+            "distributed.coordinator is a:1, but distributed.num_processes is 1",
         ),
         (
             [
@@ -154,7 +155,7 @@ def test_an_address_without_a_port_is_refused(address):
                 "--distributed.process-id",
                 "2",
             ],
-            "distributed.process_id is 2 and distributed.num_processes 2: number the processes "
+            "distributed.process_id is 2, but distributed.num_processes is 2: number the processes "
             "from 0 to 1",
         ),
         (
@@ -240,8 +241,9 @@ def test_a_barrier_is_bounded_and_says_whom_jax_misses(job, service):
     distributed.barrier("the first")
     service.is_late = True
     sentence = (
-        r"process 1 on b waited 5 s \(distributed.barrier_seconds\) at 'round 1' and a process did "
-        r"not come: .* \(DEADLINE_EXCEEDED: too late Some timed out task names: 2\)"
+        r"process 1 on b waited 5 s at 'round 1', but another process did not arrive: "
+        r".* distributed\.barrier_seconds \(DEADLINE_EXCEEDED: too late Some timed out task names: "
+        r"2\)"
     )
     with pytest.raises(HostMissingError, match=sentence):
         distributed.barrier("round 1")
@@ -252,7 +254,7 @@ def test_what_process_0_decides_is_the_same_everywhere_and_bounded(job, service)
     assert distributed.broadcast("a policy", lambda: None) == [True, 3]
     service.is_late = True
     with pytest.raises(
-        HostMissingError, match=r"waited 5 s .* at 'a policy' and a process did not"
+        HostMissingError, match=r"waited 5 s at 'a policy', but another process did not arrive"
     ):
         distributed.broadcast("a policy", lambda: None)
 
@@ -303,7 +305,7 @@ def test_an_error_of_the_program_is_shown_and_ends_the_others(job, service, caps
     messages = capsys.readouterr().err
     assert "KeyError: 'a mistake'" in messages
     assert messages.splitlines()[-1].startswith("process 1 on b ends because of this error. If it")
-    assert "an error of the program" in service.store[SHUTDOWN]
+    assert "the program failed" in service.store[SHUTDOWN]
 
 
 def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
@@ -338,7 +340,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_one_sentence(monkeypatch, tm
     monkeypatch.setattr(distributed, "host", lambda: "b")
     assert start._open_shared(tmp_path / "a", {}).root == tmp_path / "a"
     with pytest.raises(
-        UserError, match=r"process 1 on b sees no run in .*, which process 0 has begun"
+        UserError, match=r"process 1 on b finds no run in .*, although process 0 has started one"
     ):
         start._open_shared(tmp_path / "b", {})
     assert not (tmp_path / "b" / "config.json").exists()

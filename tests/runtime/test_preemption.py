@@ -264,7 +264,7 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
     assert compiling.returncode == 0
     assert output == ""
     assert messages.strip().endswith(
-        "preempted in warm-up: learning; what was finished is kept; go on"
+        "preempted in warm-up: learning; finished work is saved; go on"
     )
 
 

@@ -216,7 +216,7 @@ def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
     fake.faults = once("upload", "503", "429", "503")
     store.create("y", b"")
     assert store.io_statistics.summary()["repeated_requests"] == 3
-    assert "gs://bucket/run/y is asked again after 3 attempts" in caplog.text
+    assert "retrying gs://bucket/run/y after 3 failed attempts" in caplog.text
 
 
 def test_attempts_are_bounded(fake, store):
@@ -258,7 +258,7 @@ def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     ("address", "sentence"),
     [
         ("gs://bucket/nothing", "there is no directory gs://bucket/nothing"),
-        ("gs://bucket/model", "gs://bucket/model is no run directory"),
+        ("gs://bucket/model", "gs://bucket/model is not a run directory"),
         ("gs://no-such-bucket/run", "there is no bucket no-such-bucket"),
         ("s3://bucket/run", "s3://bucket/run is neither a local directory nor"),
     ],
@@ -276,7 +276,7 @@ def test_a_torn_policy_is_ignored_and_replaced(fake, store):
     fake.put("bucket", "run/policies/000001/params/weights", b"torn")
     fake.put("bucket", "run/policies/000001/params/of another version", b"old")
     assert store.policies() == []
-    with pytest.raises(StoreError, match="000001 is no committed policy"):
+    with pytest.raises(StoreError, match="000001 is not a committed policy"):
         store.policy_path(1)
     assert store.commit_policy(1, write_weights)
     assert fake.names("bucket", "run/policies") == [
@@ -472,7 +472,7 @@ def test_two_programs_in_one_run_are_told(fake, store):
     second.write(b"1\n")
     with pytest.raises(
         StoreError,
-        match=r"metrics\.jsonl was changed by another process; let one process at a time train",
+        match=r"metrics\.jsonl was changed by another process; train with only one process",
     ):
         second.flush()
 

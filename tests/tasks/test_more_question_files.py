@@ -88,7 +88,7 @@ def test_empty_rows_and_cells_of_a_spreadsheet_are_left_out(tmp_path):
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"q.csv, line 1: a column is named twice \(Question, Question, Answer\)"
+        UserError, match=r"q.csv, line 1: a column name occurs twice \(Question, Question, Answer\)"
     ):
         read(tmp_path, "bamboogle", "q.csv", "Question,Question,Answer\nWho?,What?,Ann\n")
 
@@ -131,7 +131,7 @@ def test_a_question_of_qald_that_is_given_twice_counts_once(tmp_path):
         ({"id": float("nan")}, "nan is no number"),
         ({"question": wordings(5)}, "the question is 5 and must be a text"),
         ({"question": wordings(" ")}, "the question is blank in the language en"),
-        ({"question": wordings("Who \ud83d?")}, "is no text that UTF-8 can write"),
+        ({"question": wordings("Who \ud83d?")}, "cannot be written as UTF-8"),
     ],
 )
 def test_a_field_of_qald_that_cannot_be_read_is_refused_with_its_place(tmp_path, changes, sentence):

@@ -102,10 +102,10 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
     [
         (
             {"answer_aliases": "Nils"},
-            "answer_aliases 'Nils'; they must be a text and a list of texts",
+            "answer_aliases is 'Nils'; give a text and a list of texts",
         ),
-        ({"answer_aliases": [["Nils"]]}, r"answer_aliases \[\['Nils'\]\]; they must be"),
-        ({"answer_aliases": [None]}, r"answer_aliases \[None\]; they must be"),
+        ({"answer_aliases": [["Nils"]]}, r"answer_aliases is \[\['Nils'\]\]; give a text"),
+        ({"answer_aliases": [None]}, r"answer_aliases is \[None\]; give a text"),
         (
             {"supporting_facts": [{"title": "Tisby"}]},
             "not in the official format .* docs/guides/own_questions.md has",
@@ -113,7 +113,7 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
         ({"supporting_facts": "Tisby"}, "not in the official format .*must be a list"),
         (
             {"split": "validation"},
-            "split is 'validation'; it must be train, dev or test, or be left out",
+            "split is 'validation' and must be train, dev or test; correct it or leave it out",
         ),
         ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
         (
@@ -206,8 +206,9 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
         assert (
-            "a question of yours comes with no entities and no passages" in capsys.readouterr().err
+            "your own question has no entities and no passages of its own"
+            in capsys.readouterr().err
         )
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
-    assert "--agents is given: one agent answers" in capsys.readouterr().err
+    assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()

@@ -316,7 +316,7 @@ def test_the_official_splits_and_aliases_of_2wiki_are_kept(prepared):
     assert all(
         question["answers"] == answers for of_split in questions.values() for question in of_split
     )
-    assert notes == ["the aliases of id_aliases.json count as gold answers of 12 of 12 questions"]
+    assert notes == ["id_aliases.json adds aliases to the gold answers of 12 of 12 questions"]
 
 
 def test_the_questions_of_a_corpus_and_its_graph_are_kept(prepared):
@@ -338,7 +338,7 @@ def test_the_command_says_how_to_load_and_a_second_time_that_the_set_is_there(pr
     folder = prepared.folder / "sets" / "mujica_hotpotqa" / VERSION
     loading = "(4 in train, 5 in validation): --task.kind hotpotqa --task.data-dir tfds:hotpotqa"
     assert f"{folder} is prepared {loading}" in lines
-    assert f"{folder} is there already {loading}" in lines
+    assert f"{folder} was already prepared {loading}" in lines
     assert (
         sum(f"--task.data-dir tfds:{prepared.folder}/other/two_wiki" in line for line in lines) == 2
     )
@@ -430,7 +430,7 @@ def test_the_folder_of_tensorflow_datasets_is_searched(sets, monkeypatch):
         ),
         (
             "tfds:hotpotqa:1.0.0",
-            f"has no version '1.0.0': choose from {VERSION}, or leave the version out",
+            f"has no version '1.0.0': choose from {VERSION}, or leave out the version",
         ),
         ("tfds:hotpotqa:", f"has no version '': choose from {VERSION}"),
         ("tfds:hotpotqa/9.0.0", f"has no version '9.0.0': choose from {VERSION}"),
@@ -440,7 +440,7 @@ def test_the_folder_of_tensorflow_datasets_is_searched(sets, monkeypatch):
         ),
         (
             "tfds:s3://bucket/hotpotqa",
-            "s3://bucket is neither a local folder nor in a bucket (gs://)",
+            "s3://bucket is neither a local folder nor a bucket: give a local folder or gs://",
         ),
     ],
 )
@@ -492,7 +492,7 @@ def test_two_processes_do_not_prepare_one_set_at_once(prepared, tmp_path, monkey
             "--data-dir",
             str(tmp_path),
         ]
-        assert f"another process prepares {home}: wait for it" in command_error(capsys, *words)
+        assert f"another process is preparing {home}: wait for it" in command_error(capsys, *words)
 
 
 def overwrite(file: Path, content: str) -> None:
@@ -516,7 +516,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "half the records": (
         "*.tfrecord*",
         lambda file: os.truncate(file, 99),
-        "has 99 bytes and should have",
+        "has 99 bytes but should have",
     ),
     "no aliases": ("id_aliases.json", Path.unlink, "id_aliases.json is missing"),
     "other aliases": (
@@ -549,7 +549,7 @@ def test_a_damaged_folder_is_refused_by_name_and_by_path(sets, damage):
 def test_the_path_of_another_set_is_refused(sets):
     folder = sets / "mujica_musique" / VERSION
     assert (
-        f"{folder} holds the data set mujica_musique of TensorFlow Datasets and task.kind is "
+        f"{folder} holds the data set mujica_musique of TensorFlow Datasets, but task.kind is "
         "hotpotqa: give" in (refusal(str(folder), "hotpotqa"))
     )
 
@@ -660,7 +660,7 @@ def test_the_command_refuses_what_it_cannot_prepare(sets, prepared, tmp_path, ca
     assert "unknown data set 'musiqe': did you mean musique?" in command_error(
         capsys, "musiqe", "--from", "empty"
     )
-    assert f"musique is not downloaded: {needs} and give it with --from" in command_error(
+    assert f"musique cannot be downloaded: {needs} and give it with --from" in command_error(
         capsys, "musique"
     )
     missing = command_error(capsys, "musique", "--from", "nowhere")
@@ -670,7 +670,7 @@ def test_the_command_refuses_what_it_cannot_prepare(sets, prepared, tmp_path, ca
     packed = command_error(capsys, "musique", "--from", "packed")
     assert "has no file with questions of musique: unpack musique_v1.0.zip there" in packed
     official = str(prepared.official["musique"])
-    assert "on local disk and the folder is gs://b/sets" in command_error(
+    assert "on a local disk, but the folder is gs://b/sets" in command_error(
         capsys, "musique", "--from", official, "--data-dir", "gs://b/sets"
     )
 
@@ -683,8 +683,8 @@ def test_a_set_of_other_files_is_not_mistaken_for_this_one(sets, prepared, tmp_p
     )
     error = command_error(capsys, "two_wiki", "--from", str(changed))
     assert (
-        f"was prepared from other files than those in {changed} (id_aliases.json): remove that "
-        "folder" in error
+        f"was already prepared, but from other files than those in {changed} (id_aliases.json): "
+        "remove" in error
     )
     assert prepare.main(["two_wiki"]) == 2, "2WikiMultihopQA is not downloaded"
 

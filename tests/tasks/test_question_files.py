@@ -259,7 +259,7 @@ def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path, field):
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(
-            UserError, match=rf"{name}, line 2: .*ud83d.* is no text that UTF-8 can write"
+            UserError, match=rf"{name}, line 2: .*ud83d.* cannot be written as UTF-8"
         ):
             read(tmp_path / name)
 
@@ -275,9 +275,7 @@ def test_half_a_surrogate_pair_in_a_list_is_refused_too(tmp_path, field):
     (tmp_path / "questions.jsonl").write_text(
         lines(hotpot(**{field: values[field]})).replace("HALF", HALF)
     )
-    with pytest.raises(
-        UserError, match=r"questions\.jsonl, line 1: .* is no text that UTF-8 can write"
-    ):
+    with pytest.raises(UserError, match=r"questions\.jsonl, line 1: .* cannot be written as UTF-8"):
         read_questions([tmp_path / "questions.jsonl"])
 
 
@@ -292,7 +290,7 @@ def test_half_a_surrogate_pair_of_a_task_of_ones_own_is_refused_before_anything_
 
     broken: Any = Broken()
     with pytest.raises(
-        UserError, match=r"task broken, question 'q': .* is no text that UTF-8 can write"
+        UserError, match=r"task broken, question 'q': .* cannot be written as UTF-8"
     ):
         checks.check_task(broken, "broken", ("test",))
 
@@ -378,7 +376,7 @@ def test_arrays_and_lines_are_read_whatever_the_file_is_called(tmp_path, bom, na
 
 def test_an_object_that_is_no_record_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"dev\.json is neither a list of records nor has it a field Data"
+        UserError, match=r"dev\.json is neither a list of records nor an object with a field Data"
     ):
         only_record(
             tmp_path, "triviaqa", json.dumps({"version": 1, "data": [trivia()]}), "dev.json"
@@ -390,10 +388,10 @@ def test_an_object_that_is_no_record_is_refused(tmp_path):
 def test_a_blank_file_is_refused_at_once(tmp_path, blank, name):
     content = blank.encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name} is blank, there is no question in it"):
+    with pytest.raises(UserError, match=rf"{name} is blank and contains no question"):
         list(read_open_records(tmp_path / name, "hotpotqa"))
     if not name.endswith(".csv"):
-        with pytest.raises(UserError, match=rf"{name} is blank, there is no question in it"):
+        with pytest.raises(UserError, match=rf"{name} is blank and contains no question"):
             read_questions([tmp_path / name])
 
 
@@ -489,9 +487,9 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
             "two_wiki",
             "questions.jsonl",
             "\n",
-            "questions.jsonl is blank, there is no question in it",
+            "questions.jsonl is blank and contains no question",
         ),
-        ("hotpotqa", "dev.json", " ", "dev.json is blank, there is no question in it"),
+        ("hotpotqa", "dev.json", " ", "dev.json is blank and contains no question"),
         (
             "hotpotqa",
             "dev.jsonl",
@@ -502,7 +500,7 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
             "hotpotqa",
             "hotpot_dev_fullwiki_v1.json",
             json.dumps([hotpot(context=[["Kolm", ["A hill."]]])]),
-            "none of the 1 questions in data has all of its gold passages among its own",
+            "none of the 1 questions in data has all of its gold passages among its own passages",
         ),
     ],
 )
@@ -571,14 +569,14 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
             evaluation.main([*words, "--remote.base-url", endpoint.base_url, *flags_to_keep]) == 0
         )
         with_all = " ".join(capsys.readouterr().out.split())
-    left_out = "1 of 2 questions have not all gold passages among their own and are left out"
+    left_out = "1 of 2 questions lack a gold passage among their own passages; they are left out"
     assert left_out in without
     assert "a search shows 2 of 3 passages of its question" in without
     assert result["greedy"]["questions"] == 1
     assert result["left_out"] == 1
     assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
-    assert "are asked all the same" in with_all
+    assert "; they are asked, because task.keep_incomplete is True" in with_all
     assert "a search shows 2 of 2 to 3 passages of its question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
     assert result["greedy"]["questions"] == 2
@@ -589,7 +587,9 @@ def test_keeping_incomplete_questions_needs_the_distractor_setting():
     config = load_config("hotpotqa_distractor_v5e")
     task = dataclasses.replace(config.task, keep_incomplete=True)
     check(dataclasses.replace(config, task=task))
-    with pytest.raises(UserError, match=r"task\.keep_incomplete is True and task\.setting is open"):
+    with pytest.raises(
+        UserError, match=r"task\.keep_incomplete is True, but task\.setting is open"
+    ):
         check(dataclasses.replace(config, task=dataclasses.replace(task, setting="open")))
 
 

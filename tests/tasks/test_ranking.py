@@ -154,7 +154,7 @@ def test_both_tasks_choose_the_ranking_by_the_same_flags(kind, tmp_path):
     assert isinstance(chosen(), WordRanking)
     assert isinstance(chosen(retriever="dense", embedder=embedder), DenseRanking)
     with pytest.raises(
-        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+        UserError, match="is not a folder: give a folder, minilm, or a Hugging Face name"
     ):
         chosen(retriever="dense", embedder="nothing that is there")
 
@@ -214,5 +214,5 @@ def test_a_ranking_that_fails_is_a_typed_error(tmp_path):
     broken = DenseRanking(Broken())  # pyright: ignore[reportArgumentType]
     with pytest.raises(RetrieverUnavailableError, match="out of memory"):
         ranks(broken, "word7", WORDS[:3])
-    with pytest.raises(RetrieverRefusedError, match="no text that UTF-8 can write"):
+    with pytest.raises(RetrieverRefusedError, match="cannot be written as UTF-8"):
         ranks(broken, "half \ud800", WORDS[:3])

@@ -325,7 +325,7 @@ def test_a_foreign_parquet_file_is_no_shard(store):
     foreign = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), foreign)
     store.create(shard_name(0, 0), foreign.getvalue())
-    with pytest.raises(StoreError, match="hold no checksum"):
+    with pytest.raises(StoreError, match="contain no checksum"):
         store.find_shard(0, 0)
 
 
@@ -453,7 +453,7 @@ def test_a_round_is_done_once(store, rows):
 
 def test_a_done_file_with_other_fields_is_named(store):
     store.write_json_once("rounds/0003/DONE.json", {"shards": [{"name": "x"}]})
-    with pytest.raises(StoreError, match=r"DONE\.json has other fields"):
+    with pytest.raises(StoreError, match=r"DONE\.json does not have the fields"):
         store.read_done(3)
 
 
@@ -541,7 +541,7 @@ def test_a_policy_without_committed_is_no_policy(store):
     store.create("policies/000002/params/weights", b"01234")
     assert store.policies() == [1]
     with pytest.raises(
-        StoreError, match=r"000002 is no committed policy; the versions that are: \[1\]"
+        StoreError, match=r"000002 is not a committed policy; committed versions: \[1\]"
     ):
         store.policy_path(2)
 
@@ -591,8 +591,8 @@ def test_another_configuration_is_refused_with_both_values_of_every_key(root):
     with pytest.raises(RunMismatchError) as caught:
         open_run(root, other)
     assert str(caught.value) == (
-        f"{root} was begun with another configuration: seed was 0 and is now 1; task.paraphrases "
-        "was 3 and is now 1; task.missing was 'unset' and is now 0.5; repeat the old values or "
+        f"{root} was started with another configuration: seed was 0 and is now 1; task.paraphrases "
+        "was 3 and is now 1; task.missing was 'unset' and is now 0.5; use the old values or "
         "choose another --run directory"
     )
 
@@ -625,7 +625,7 @@ def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(
-            UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"
+            UserError, match=r"cannot use .*file.*: there is a file where a directory is needed"
         ):
             open_run(root, CONFIG)
 

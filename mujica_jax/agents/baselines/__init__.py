@@ -1,20 +1,21 @@
-"""Prompt-only baselines: published ways of answering with and without retrieval.
+"""Baseline agents that work by prompts only: published methods with and without retrieval.
 
 They use the same records and environments as the trained agents.
 
     agent.kind        class            how it answers
-    direct            Direct           from the question alone
-    chain_of_thought  ChainOfThought   from the question alone, reasoning first
-    rag               Rag              from one search for the question
-    skr               Skr              with or without a search, as the model says
-    iter_retgen       IterRetGen       searches again with the last answer's reasoning
-    ircot             Ircot            searches with each sentence of the reasoning
-    search_o1         SearchO1         searches within the reasoning; a second prompt reads
-    react             React            Thought, Action, Observation
-    flare             Flare            searches where a sentence is unlikely
+    direct            Direct           answers the question without a search
+    chain_of_thought  ChainOfThought   reasons first, then answers without a search
+    rag               Rag              searches once for the question, then answers
+    skr               Skr              lets the model decide whether to search
+    iter_retgen       IterRetGen       searches again with the reasoning of its last answer
+    ircot             Ircot            searches with each sentence of its reasoning
+    search_o1         SearchO1         searches while it reasons; a second prompt reads the passages
+    react             React            alternates Thought, Action and Observation
+    flare             Flare            searches if its next sentence contains unlikely tokens
 
-Each file cites its paper and holds its prompt, in our words, with the parser of its replies. All
-but ReAct close with <answer>. The configuration of a kind names its class (`config/agents.py`).
+Each file cites its paper. It holds the prompt, in our own words, and the parser of the replies. All
+baselines except ReAct write their answer inside <answer> tags. `config/agents.py` maps each
+`agent.kind` to its class.
 """
 
 from mujica_jax.agents.baselines.direct import ChainOfThought, Direct

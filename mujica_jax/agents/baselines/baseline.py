@@ -1,11 +1,11 @@
-"""The parts that all prompt-only baselines share.
+"""The base class `Baseline`, and other parts that all prompt-only baselines share.
 
-These are: how an episode is played and recorded, the message with passages and question, words of
-the prompts, and reading an answer.
+These parts play and record an episode, write the message with passages and question, hold common
+words of the prompts, and parse answers.
 
-Each call of the model is a turn of a conversation of its own. In the record the conversation that
-gave the answer comes first. Search-o1 and ReAct continue one conversation instead. Only text that
-the model generated is parsed.
+In most baselines, each call of the model is a separate conversation of one turn. Search-o1 and
+ReAct continue one conversation instead. The record lists the conversation with the answer first.
+The parsers read only text that the model generated.
 """
 
 import abc
@@ -26,10 +26,10 @@ from mujica_jax.records import Conversation, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-# Role of the conversations that may give the answer.
+# The role of the conversations that may give the answer.
 ANSWERS = "answers"
 
-# --- words of the prompts ---
+# --- Words that several prompts share. ---
 
 WRITE_ANSWER = "Write only the final answer, as short as possible, inside <answer> ... </answer>."
 REASON_FIRST = "Reason step by step inside <think> ... </think>, then answer.\n"
@@ -39,12 +39,15 @@ FROM_PASSAGES = "You answer a question from the passages that are shown, and fro
 _ANSWER_ENDS = ("</answer>",)
 _TAG = re.compile(r"</?[a-z]+>|<\|[a-z_]+\|>", re.IGNORECASE)
 
-# The answer, and why the episode ended.
+# The answer, which is empty if there is none, and why the episode ended.
 Outcome = tuple[str, StopReason]
 
 
 class Baseline(abc.ABC):
-    """Implements `Agent`. A baseline derives from it and defines `play`: how it answers."""
+    """The base class of baselines, which implements `Agent`.
+
+    A baseline derives from it and defines `play`.
+    """
 
     system_prompt: ClassVar[str]
 
@@ -53,10 +56,12 @@ class Baseline(abc.ABC):
         self._limits = config
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the system prompt. Role and kind do not matter."""
         del role, kind
         return Opening(system=self.system_prompt)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        """Play one episode and return its record, without a reward."""
         episode = BaselineEpisode(
             self._tokenizer,
             self._limits,
@@ -70,12 +75,15 @@ class Baseline(abc.ABC):
             answer = ""
             reason = StopReason.RETRIEVER_FAILED
 
-        # The conversation that gave the answer ended last and stands first in the record.
+        # The conversation with the answer ended last and comes first in the record.
         return episode.trajectory(episode.conversations[::-1], answer=answer, reason=reason)
 
     @abc.abstractmethod
     async def play(self, episode: "BaselineEpisode") -> Outcome:
-        """Play one episode to its end. Raises RetrievalError."""
+        """Play one episode to its end, and return the answer and why the episode ended.
+
+        Raises RetrievalError.
+        """
 
 
 class BaselineEpisode(Episode):
@@ -91,7 +99,7 @@ class BaselineEpisode(Episode):
     ) -> None:
         super().__init__(tokenizer, limits, attempt=attempt, environment=environment, policy=policy)
         self.question = protocol.one_line(attempt.question.text)
-        # In the order in which they ended.
+        # The finished conversations, in the order in which they ended.
         self.conversations: list[Conversation] = []
         self._turns_started = 0
 
@@ -106,13 +114,13 @@ class BaselineEpisode(Episode):
         return "\n".join(lines)
 
     async def ask(self, system_prompt: str, message: str) -> Written:
-        """Hold a conversation of one turn that ends with an answer."""
+        """Let the model answer the message in a new conversation of one turn."""
         with self.conversation(ANSWERS, system_prompt, message=message) as dialogue:
             return await self.write_turn(dialogue, stop_strings=_ANSWER_ENDS)
 
     @contextlib.contextmanager
     def conversation(self, role: str, system_prompt: str, message: str) -> Iterator[Dialogue]:
-        """Open a conversation. It is recorded however it ends."""
+        """Open a conversation, and record it at the end, also after an exception."""
         dialogue = Dialogue(self.tokenizer, role, system=system_prompt)
         dialogue.add_user(message)
         try:
@@ -123,9 +131,9 @@ class BaselineEpisode(Episode):
     async def write_turn(
         self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None
     ) -> Written:
-        """Write one turn.
+        """Let the model write one turn.
 
-        With `cut_at`, the text that begins an observation, other turns may follow this one.
+        `cut_at` is the text that begins an observation, if more turns may follow this one.
         """
         place = str(self._turns_started)
         self._turns_started += 1
@@ -139,11 +147,11 @@ class BaselineEpisode(Episode):
         )
 
 
-# --- reading what the model wrote ---
+# --- Parsers for the turns that the model writes. ---
 
 
 def outcome_of(written: Written) -> Outcome:
-    """Return the answer of a turn, or why the turn has none."""
+    """Return the answer of a turn, or why the turn has no answer."""
     if written.cut is not None:
         return "", written.cut
     answer = protocol.parse_answer(written.text)
@@ -153,10 +161,10 @@ def outcome_of(written: Written) -> Outcome:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first line outside of thoughts that says something.
+    """Return the first line of a turn that is outside of thoughts and contains text.
 
-    An answer over several lines is one line. A turn is not cut at its first line, because it may
-    begin with a thought.
+    An answer that spans several lines counts as one line. Generation does not stop at the first
+    line break, because a turn may begin with a thought. This function therefore gets a whole turn.
     """
     turn = protocol.on_one_line("answer", outside_thoughts(text))
     for line in turn.splitlines():
@@ -166,5 +174,5 @@ def first_sentence(text: str) -> str:
 
 
 def without_tags(text: str) -> str:
-    """Return the text with a space for each tag."""
+    """Return the text with a space in place of each tag."""
     return _TAG.sub(" ", text)

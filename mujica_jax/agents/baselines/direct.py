@@ -1,7 +1,7 @@
-"""Answers without a search: the question alone, with or without reasoning first.
+"""The baselines Direct and ChainOfThought, which answer the question without a search.
 
-They are one file because they differ in their prompt only. SKR answers like `Direct` where the
-model says that it needs no search.
+They differ only in their prompts: ChainOfThought asks the model to reason first. SKR answers like
+`Direct` if the model says that it needs no search.
 """
 
 from mujica_jax.agents.baselines.baseline import (
@@ -19,23 +19,25 @@ _CHAIN_OF_THOUGHT = f"{FROM_KNOWLEDGE}{REASON_FIRST}{WRITE_ANSWER}"
 
 
 class Direct(Baseline):
-    """Answers the question alone."""
+    """An agent that answers the question immediately."""
 
     system_prompt = _DIRECT
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end."""
         return await answer_directly(episode)
 
 
 class ChainOfThought(Baseline):
-    """Reasons about the question alone, then answers (Wei et al., 2022)."""
+    """An agent that reasons about the question and then answers (Wei et al., 2022)."""
 
     system_prompt = _CHAIN_OF_THOUGHT
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end."""
         return outcome_of(await episode.ask(_CHAIN_OF_THOUGHT, episode.message()))
 
 
 async def answer_directly(episode: BaselineEpisode) -> Outcome:
-    """Answer the question of an episode from what the model knows."""
+    """Let the model answer the question of an episode from its own knowledge."""
     return outcome_of(await episode.ask(_DIRECT, episode.message()))

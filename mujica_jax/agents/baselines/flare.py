@@ -1,6 +1,7 @@
-"""FLARE: search when a sentence has an unlikely token (Jiang et al., 2023).
+"""The baseline FLARE, which searches if a sentence has an unlikely token (Jiang et al., 2023).
 
-The search is for the likely tokens of the sentence. Then the sentence is written again.
+The query consists of the likely tokens of the sentence. After the search the model writes the
+sentence again.
 """
 
 import itertools
@@ -32,9 +33,9 @@ _PROMPT = (
 
 
 class Flare(Baseline):
-    """Reasons sentence by sentence, and searches if a sentence is unlikely.
+    """An agent that reasons sentence by sentence, and searches if a sentence has unlikely tokens.
 
-    It reads log-probabilities, which not every engine gives.
+    It needs log-probabilities, which not every engine provides.
     """
 
     system_prompt = _PROMPT
@@ -46,6 +47,10 @@ class Flare(Baseline):
         self._min_probability = config.min_probability
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end.
+
+        Raises RetrievalError, and UserError if the turns have no log-probabilities.
+        """
         sentences: list[str] = []
         passages: list[Material] = []
         for iteration in range(self._max_sentences):
@@ -53,7 +58,7 @@ class Flare(Baseline):
             if written.cut is not None:
                 return "", written.cut
 
-            # A sentence with an unlikely token is written again after a search.
+            # If the sentence has an unlikely token, search, and let the model write it again.
             query = _likely_words(
                 written,
                 tokenizer=episode.tokenizer,
@@ -80,18 +85,19 @@ def _likely_words(
 ) -> str:
     """Return the query of FLARE: the sentence without the tokens below `min_probability`.
 
-    The query is empty if all tokens of the sentence are likely, and the question if none is.
-    Raises UserError where the turn has no log-probabilities.
+    The query is empty if all tokens of the sentence are likely. If no token is likely, the query is
+    the question. Raises UserError if the turn has no log-probabilities.
     """
-    assert written.completion is not None, "a turn that is not cut was written"
+    assert written.completion is not None, "a turn without a cut has a completion"
     ids = written.completion.token_ids
     logprobs = written.completion.logprobs
     if logprobs is None:
         raise UserError(
-            "agent.kind is flare, which reads log-probabilities, and the endpoint gives none"
+            "agent.kind is flare, which needs log-probabilities, and the endpoint returns none: use "
+            "an endpoint that returns them, or another agent"
         )
 
-    # Find the bytes of the sentence behind the thoughts: a thought may say the same.
+    # Find the bytes of the sentence after the thoughts, because a thought may contain it too.
     pieces = [tokenizer.token_bytes(token) for token in ids]
     sampled = b"".join(pieces)
     sentence = first_sentence(written.text).encode()
@@ -99,12 +105,13 @@ def _likely_words(
     start = sampled.find(sentence, thoughts_end)
     if start < 0:
         start = sampled.find(sentence)
-    # An answer over several lines is joined to one line, so the bytes do not hold it.
+    # `first_sentence` joins an answer over several lines, and the sampled bytes do not contain the
+    # joined form.
     if start < 0:
         return ""
     end = start + len(sentence)
 
-    # Keep the likely ones of the tokens that overlap with the sentence.
+    # From the tokens that overlap with the sentence, keep the likely ones.
     boundaries = [0, *itertools.accumulate(map(len, pieces))]
     sentence_places = [
         place

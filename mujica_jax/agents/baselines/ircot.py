@@ -1,4 +1,4 @@
-"""IRCoT: each sentence of the reasoning is the next query (Trivedi et al., 2023)."""
+"""The baseline IRCoT, which searches with each sentence of its reasoning (Trivedi et al., 2023)."""
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.baselines.baseline import (
@@ -23,7 +23,7 @@ _PROMPT = (
 
 
 class Ircot(Baseline):
-    """Reasons sentence by sentence, and searches with each of them."""
+    """An agent that reasons sentence by sentence and searches with each sentence."""
 
     system_prompt = _PROMPT
 
@@ -32,6 +32,7 @@ class Ircot(Baseline):
         self._max_searches = config.max_searches
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         sentences: list[str] = []
         passages = list(await episode.search_passages(episode.question, 0))
         for iteration in range(1, self._max_searches + 1):
@@ -46,7 +47,7 @@ class Ircot(Baseline):
                 return "", StopReason.NO_ACTION
             sentences.append(protocol.one_line(without_tags(sentence)))
 
-            # The newest passages stand first: the next sentence needs them most.
+            # The newest passages come first, because the next sentence needs them most.
             shown_texts = {material.text for material in passages}
             results = await episode.search_passages(sentences[-1], iteration)
             new_passages = [material for material in results if material.text not in shown_texts]

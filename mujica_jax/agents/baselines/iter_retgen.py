@@ -1,6 +1,6 @@
-"""Iter-RetGen: search with the question and the last answer's reasoning (Shao et al., 2023).
+"""The baseline Iter-RetGen, which alternates searches and answers (Shao et al., 2023).
 
-Searches and answers alternate a few times.
+Each query is the question followed by the last reply with its reasoning.
 """
 
 from mujica_jax.agents import protocol
@@ -22,7 +22,7 @@ _PROMPT = f"{FROM_PASSAGES}{REASON_FIRST}{WRITE_ANSWER}"
 
 
 class IterRetGen(Baseline):
-    """Searches and answers by turns. The last answer counts."""
+    """An agent that alternates searches and answers. The last answer counts."""
 
     system_prompt = _PROMPT
 
@@ -31,6 +31,7 @@ class IterRetGen(Baseline):
         self._max_searches = config.max_searches
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         written = Written(text="")
         for iteration in range(self._max_searches):
             query = protocol.one_line(f"{episode.question} {without_tags(written.text)}")

@@ -1,4 +1,4 @@
-"""Retrieval-augmented generation: one search for the question, then the answer."""
+"""The baseline RAG (retrieval-augmented generation): one search, then the answer."""
 
 from mujica_jax.agents.baselines.baseline import (
     FROM_PASSAGES,
@@ -13,16 +13,17 @@ _PROMPT = f"{FROM_PASSAGES}{WRITE_ANSWER}"
 
 
 class Rag(Baseline):
-    """Searches once for the question, and answers from the passages."""
+    """An agent that searches once for the question and answers from the passages."""
 
     system_prompt = _PROMPT
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         return await answer_from_one_search(episode)
 
 
 async def answer_from_one_search(episode: BaselineEpisode) -> Outcome:
-    """Search for the question of an episode, and answer from the passages.
+    """Search once for the question of an episode, and let the model answer from the passages.
 
     Raises RetrievalError.
     """

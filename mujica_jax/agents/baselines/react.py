@@ -1,4 +1,7 @@
-"""ReAct: Thought, Action: Search[...] or Finish[...], Observation (Yao et al., 2023)."""
+"""The baseline ReAct, which alternates Thought, Action and Observation (Yao et al., 2023).
+
+An action is Search[query] or Finish[answer].
+"""
 
 import re
 
@@ -17,9 +20,9 @@ _PROMPT = (
     "After a search you receive an observation."
 )
 _OBSERVATION = "Observation:"
-# With the line break, since a thought may name the word.
+# It includes the line break, because a thought may contain the word itself.
 _OBSERVATION_LINE = f"\n{_OBSERVATION}"
-# The content may hold brackets of its own: "Finish[Amber Tide [film]]".
+# The content may contain brackets, as in "Finish[Amber Tide [film]]".
 _ACTION = re.compile(
     r"Action[\s*_]*\d*[\s*_]*:\W*(?P<verb>Search|Finish)\s*"
     r"\[(?P<content>(?:[^\[\]]|\[[^\[\]]*\])*)\]",
@@ -29,7 +32,7 @@ _LINE_BEGINS = re.compile(r"(?:^|\n)\W*\Z")
 
 
 class React(Baseline):
-    """Thinks and acts by turns in one conversation, until it finishes."""
+    """An agent that alternates thoughts and actions in one conversation until it finishes."""
 
     system_prompt = _PROMPT
 
@@ -38,6 +41,7 @@ class React(Baseline):
         self._max_searches = config.max_searches
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         with episode.conversation(ANSWERS, _PROMPT, message=episode.message()) as dialogue:
             for turn in range(self._max_searches + 1):
                 written = await episode.write_turn(
@@ -56,7 +60,7 @@ class React(Baseline):
                 if verb == "finish":
                     return content, StopReason.ANSWERED
 
-                # The last turn can only finish: its search is not made.
+                # The last turn can only finish. A search that it asks for is not made.
                 if turn < self._max_searches:
                     passages = await episode.search_passages(content, turn)
                     dialogue.add_user(f"{_OBSERVATION} {information(passages)}")
@@ -64,9 +68,10 @@ class React(Baseline):
 
 
 def _first_action(text: str) -> re.Match[str] | None:
-    """Return the first action that begins a line outside of thoughts.
+    """Return the first action outside of thoughts that is at the beginning of a line.
 
-    Where none does, return the last action: a line may think before it acts.
+    If there is no such action, return the last action, because a line may contain a thought before
+    the action. Return None if there is no action at all.
     """
     turn = outside_thoughts(text)
     actions = list(_ACTION.finditer(turn))

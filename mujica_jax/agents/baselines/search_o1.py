@@ -1,6 +1,6 @@
-"""Search-o1: search within the reasoning (Li et al., 2025).
+"""The baseline Search-o1, which searches while it reasons (Li et al., 2025).
 
-A second prompt reduces the passages that were found to the facts that help.
+The model reads the passages of each search with a second prompt, and keeps the facts that help.
 """
 
 from mujica_jax.agents import protocol
@@ -20,7 +20,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 from mujica_jax.tasks.task import EnvironmentKind
 
-# Role of the conversations that read passages.
+# The role of the conversations that read passages.
 READER = "reader"
 
 _PROMPT = (
@@ -39,9 +39,9 @@ _READER_STOPS = ("</sentence>",)
 
 
 class SearchO1(Baseline):
-    """Reasons and searches in one conversation.
+    """An agent that reasons and searches in one conversation.
 
-    Another conversation reads the passages of each search.
+    A separate conversation reads the passages of each search.
     """
 
     system_prompt = _PROMPT
@@ -51,11 +51,13 @@ class SearchO1(Baseline):
         self._max_searches = config.max_searches
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the system prompt of this role."""
         if role == READER:
             return Opening(system=_READER_PROMPT)
         return super().opening(role, kind)
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         with episode.conversation(ANSWERS, _PROMPT, message=episode.message()) as dialogue:
             for turn in range(self._max_searches + 1):
                 written = await episode.write_turn(dialogue, _STOPS, cut_at=INFORMATION)
@@ -66,7 +68,7 @@ class SearchO1(Baseline):
                 if answer is not None or query is None:
                     return outcome_of(written)
 
-                # The last turn can only answer: its search is not made.
+                # The last turn can only answer. A search that it asks for is not made.
                 if turn < self._max_searches:
                     note = await _read_passages(episode, dialogue, query=query, iteration=turn)
                     if note.cut is not None:
@@ -79,9 +81,9 @@ class SearchO1(Baseline):
 async def _read_passages(
     episode: BaselineEpisode, dialogue: Dialogue, query: str, iteration: int
 ) -> Written:
-    """Search, and let a conversation of its own read the passages.
+    """Search, and let the model read the passages in a separate conversation.
 
-    `dialogue` is the conversation that reasons. Raises RetrievalError.
+    `dialogue` is the conversation that holds the reasoning. Raises RetrievalError.
     """
     passages = await episode.search_passages(query, iteration)
     reasoning = " ".join(turn.text for turn in dialogue.record().turns if turn.role == "model")

@@ -1,4 +1,4 @@
-"""Self-knowledge: the model says whether it needs a search (the prompt of Wang et al., 2023)."""
+"""The baseline SKR: the model decides whether it needs a search (prompt of Wang et al., 2023)."""
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.baselines.baseline import Baseline, BaselineEpisode, Outcome
@@ -13,11 +13,12 @@ _PROMPT = (
 
 
 class Skr(Baseline):
-    """Asks the model whether it needs a search, and answers with or without one."""
+    """An agent that asks the model whether it needs a search, and answers with or without one."""
 
     system_prompt = _PROMPT
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
+        """Play one episode to its end. Raises RetrievalError."""
         written = await episode.ask(_PROMPT, episode.message())
         if written.cut is not None:
             return "", written.cut

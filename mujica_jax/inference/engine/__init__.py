@@ -1,1 +1,1 @@
-"""Engines that run the model: requests in the rows of one KV cache, or in pages of it."""
+"""The engines: they hold the model's weights and the KV cache, and run prefill and decode."""

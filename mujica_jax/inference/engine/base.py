@@ -1,15 +1,16 @@
-"""The interface of the engines: a paged KV cache, and programs that prefill prompts and decode.
+"""The interface of the engines, and the data that schedulers and engines exchange.
 
-An engine holds arrays and decides nothing. `scheduler.py` decides which request runs in which slot,
-and `paging.py` which pages it has (its block table). There are two engines, with the same results:
+An engine holds the weights, the paged KV cache and the compiled programs for prefill and decode. It
+makes no scheduling decisions: `scheduler.py` assigns requests to slots, and `paging.py` assigns
+pages to requests (block tables). There are two engines, and both give the same results:
 
-- `contiguous.ContiguousEngine`, for XLA on CPU and GPU. Running sequences have a contiguous KV
-  cache beside the pages. A prefix that many sequences share is stored once and read by all of them
-  together.
-- `ragged.RaggedEngine`, for TPU. The ragged paged attention kernel reads the pages where they lie,
-  and the programs write them in place.
+- `contiguous.ContiguousEngine` is for CPUs and GPUs. Each running sequence has a contiguous KV
+  cache in addition to the pages. A prefix that many sequences share is stored once, and one matrix
+  product reads it for all of them.
+- `ragged.RaggedEngine` is for TPUs. The ragged paged attention kernel reads the pages directly, and
+  the programs write new keys and values into the pages.
 
-Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic.
+Array shapes are rounded up to a few sizes, so an engine compiles at most a few dozen programs.
 `compiled_programs` counts them.
 """
 
@@ -34,44 +35,57 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.weight_sync import sync_weights
 
+# How many page moves (copies, loads or stores) one compiled program performs.
 LOT_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The sizes of an engine, the types of its cache, and the devices that it runs on."""
+    """The sizes of an engine, the data type of its KV cache, and its devices."""
 
-    slots: int  # requests that run at a time
-    positions: int  # tokens of the longest request, prompt and completion
+    # Largest number of requests that run at the same time (vLLM's max_num_seqs).
+    slots: int
+    # Largest number of tokens of one request, prompt and completion together.
+    positions: int
+    # Tokens per page of the KV cache (vLLM's block size).
     page_tokens: int
+    # Number of pages in the KV cache.
     num_pages: int
-    prefill_tokens: int  # prompt tokens that are computed between two decode calls
-    decode_steps: int  # steps in a decode call
+    # Largest number of prompt tokens that are computed between two decode calls.
+    prefill_tokens: int
+    # Decode steps per decode call. Each step generates one token for every running slot.
+    decode_steps: int
+    # Token ids that end every request.
     stop_token_ids: Sequence[int]
-    # Heads and the matrices around them are split over the axis `tensor`. None: one device.
+    # Attention heads and their weight matrices are split over the mesh axis `tensor`. None means
+    # one device.
     mesh: Mesh | None = None
-    # What keys and values are stored as. None: the compute type. Attention computes in that type.
+    # Data type of the stored keys and values. None means the compute type of the decoder. Attention
+    # always computes in the compute type.
     cache_dtype: DTypeLike | None = None
 
 
 class SlotState(NamedTuple):
-    """The state of every slot, as decoding needs it."""
+    """The decode state of all slots, one value per slot."""
 
-    # The last token, whose keys and values are not in memory yet.
+    # The last token of the sequence. Its keys and values are not in the KV cache yet.
     token: Int[np.ndarray | Array, " slots"]
-    # Its position: the tokens before it are in memory.
+    # Position of `token` in the sequence, from 0. All earlier tokens are in the KV cache.
     position: Int[np.ndarray | Array, " slots"]
-    # Tokens that the request may still generate; 0 = nothing runs here.
+    # How many tokens the request may still generate. 0 means that the slot does not decode.
     remaining: Int[np.ndarray | Array, " slots"]
+    # Sampling temperature. 0 means greedy decoding.
     temperature: Float[np.ndarray | Array, " slots"]
+    # Seed of the random draws.
     seed: UInt32[np.ndarray | Array, " slots"]
-    top_k: Int[np.ndarray | Array, " slots"]  # 0 = all
-    top_p: Float[np.ndarray | Array, " slots"]  # 1 = all
-    min_p: Float[np.ndarray | Array, " slots"]  # 0 = all
+    # The filters, see `sampling.Filters`. top_k 0, top_p 1 and min_p 0 turn a filter off.
+    top_k: Int[np.ndarray | Array, " slots"]
+    top_p: Float[np.ndarray | Array, " slots"]
+    min_p: Float[np.ndarray | Array, " slots"]
 
     @classmethod
     def idle(cls, slots: int) -> "SlotState":
-        """Return a state in which nothing runs, as numpy arrays that may be written."""
+        """Return the state of idle slots, as writable numpy arrays."""
         return cls(
             token=np.zeros(slots, np.int32),
             position=np.zeros(slots, np.int32),
@@ -85,49 +99,60 @@ class SlotState(NamedTuple):
 
 
 class PrefillRow(NamedTuple):
-    """Tokens of one request to compute in a prefill call: those from position `start`."""
+    """The tokens of one request that a prefill call computes."""
 
     slot: int
-    pages: Sequence[int]  # the block table; the pages before `start` hold its beginning
+    # The block table. Its pages hold the keys and values of all tokens before `start`.
+    pages: Sequence[int]
+    # Position of the first token to compute.
     start: int
+    # Token ids from position `start` on. May be empty if all earlier tokens are cached.
     tokens: Sequence[int] | Int[np.ndarray, " uncached"]
 
 
 class FlushRow(NamedTuple):
-    """Tokens of one request to write to its pages: from position `start` to before `stop`."""
+    """A range of tokens of one request whose keys and values are written to its pages."""
 
     slot: int
+    # The block table.
     pages: Sequence[int]
+    # Position of the first token to write.
     start: int
+    # Position after the last token to write.
     stop: int
 
 
 class Decoded(NamedTuple):
-    """The result of a decode call, [steps, slots].
+    """The result of a decode call. All arrays are [steps, slots]."""
 
-    No token was generated where `valid` is False.
-    """
-
+    # The generated token ids.
     tokens: Int[np.ndarray | Array, "steps slots"]
-    logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy
-    sampling_logprobs: Float[np.ndarray | Array, "steps slots"]  # under the distribution drawn from
+    # Log-probability of each token under the policy itself (temperature 1, no filters).
+    logprobs: Float[np.ndarray | Array, "steps slots"]
+    # Log-probability of each token under the distribution that it was drawn from.
+    sampling_logprobs: Float[np.ndarray | Array, "steps slots"]
+    # False where no token was generated. The other arrays have no meaning there.
     valid: Bool[np.ndarray | Array, "steps slots"]
 
 
 class Engine(abc.ABC):
-    """Weights, KV cache and compiled programs.
+    """The base class of the engines: weights, KV cache and compiled programs.
 
-    Use it from one thread: the compiled programs donate the memory and return it.
+    Use an engine from one thread only. Each program takes over the buffers of the KV cache (buffer
+    donation) and returns new ones.
     """
 
-    tile_tokens = 1  # a request's tokens in a prefill call are rounded up to a multiple of this
-    min_call_tokens = 1  # a prefill call of fewer tokens costs as much as one of these
+    # A prefill call rounds the number of tokens of each request up to a multiple of this.
+    tile_tokens = 1
+    # A prefill call with fewer tokens costs as much as a call with this number of tokens.
+    min_call_tokens = 1
 
     def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
-        """Take the weights of a decoder. Subclasses allocate the KV cache.
+        """Copy the weights of `decoder` to the engine's devices. Subclasses allocate the KV cache.
 
-        A decoder without arrays (`nnx.eval_shape`) gives only the shapes: then call `set_weights`
-        before the first prompt.
+        `decoder` may hold shapes instead of arrays (`nnx.eval_shape`). Then call `set_weights`
+        before the first prefill. Raises UserError if the key and value heads cannot be split over
+        the mesh.
         """
         if options.mesh is not None:
             check_heads(decoder.config, options.mesh)
@@ -153,18 +178,19 @@ class Engine(abc.ABC):
 
     @property
     def compiled_programs(self) -> int:
+        """Number of programs that were compiled since the engine was made."""
         return len(self._programs)
 
     @property
     def weights(self) -> nnx.State:
-        """The policy."""
+        """The weights of the policy, in the layout of the engine's programs."""
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy, and reset the cache.
+        """Replace the policy's weights, and empty the KV cache.
 
-        The call returns when the weights are on the engine's devices. These never hold two
-        policies.
+        The old weights are freed first, so the devices never hold two policies. The call returns
+        when the new weights are on the devices.
         """
         self.release_weights()
         self._load_weights(weights)
@@ -172,56 +198,69 @@ class Engine(abc.ABC):
         self.reset_cache()
 
     def release_weights(self) -> None:
-        """Give the memory of the weights back. Nothing runs until `set_weights`."""
+        """Free the memory of the weights. The engine cannot run again before `set_weights`."""
         self._weights = nnx.State({})
         self._scales: KVScales | None = None
 
     def _load_weights(self, weights: nnx.State) -> None:
-        """Put weights on the engine's devices, in the layout that its programs take."""
+        """Copy weights to the engine's devices, in the layout that its programs expect."""
         self._weights = sync_weights(weights, self.mesh)
         if jnp.issubdtype(self._dtype, jnp.integer):
             with self._over_mesh():
                 self._scales = calibrate_scales(self._graph, self._weights)
 
     def _over_mesh(self) -> Any:
+        """Return a context in which programs run on the engine's mesh, if there is one."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @abc.abstractmethod
     def reset_cache(self) -> None:
-        """Forget what the KV cache holds. Called while nothing runs."""
+        """Empty the KV cache. Called only while no request runs."""
 
     @abc.abstractmethod
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
-        """Return the free slot in which a request with these pages starts soonest."""
+        """Choose one of the free slots for a new request.
+
+        `free` are the free slots, `pages` is the block table of the request, and the first
+        `cached_tokens` tokens are already in these pages. Returns the slot where the request can
+        start with the least copying.
+        """
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to), in the order in which they were allocated.
+        """Copy pages. `pairs` holds (source page, target page), in the order of allocation.
 
-        A page may be copied from and then copied to, never the other way.
+        A page may be a source first and a target later. It is never a target first and a source
+        later.
         """
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        """Compute the keys and values of these tokens.
+        """Compute the keys and values of prompt tokens.
 
-        The last token of a request is not among them: decode computes it.
+        The last prompt token of a request is never included. The first decode step computes it,
+        because decoding needs its logits.
         """
 
     @abc.abstractmethod
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        """Generate up to `decode_steps` tokens for every running slot. Returns numpy arrays."""
+        """Generate up to `decode_steps` tokens in every slot with `remaining` > 0.
+
+        A slot stops earlier at a stop token or when `remaining` reaches 0. Returns the new state
+        and the generated tokens, as numpy arrays.
+        """
 
     @abc.abstractmethod
     def flush(self, rows: Sequence[FlushRow]) -> None:
-        """Write what slots computed to their pages, unless it is there already."""
+        """Copy computed keys and values from the slots to their pages, if they are not there yet."""
 
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        """End the request of a slot.
+        """Free the slot of a request that has ended.
 
-        `broken_pages` may hold values that are not finite. These pages and the slot are set to
-        zero: masked positions weigh 0, and 0 x NaN would be NaN for the next request too.
+        Pass the pages that may hold NaN or infinite values as `broken_pages`. The engine sets these
+        pages and the slot's own memory to zero. Otherwise the next request would read NaN: attention
+        multiplies masked positions by 0, and 0 x NaN is NaN.
         """
 
 
@@ -231,9 +270,10 @@ def advance(
     stops: Int[Array, " stops"],
     filters: sampling.Filters | None,
 ) -> tuple[SlotState, Decoded]:
-    """Draw the next token of every running slot.
+    """Sample the next token of every running slot, and update the state of the slots.
 
-    The arrays of the result are [slots], those of one step.
+    `stops` are the token ids that end a request. Returns (new state, tokens of this step). The
+    arrays of the step are [slots].
     """
     running = state.remaining > 0
     uniform = sampling.uniforms(state.seed, state.position)
@@ -250,9 +290,9 @@ def advance(
 
 
 def filtered(state: SlotState) -> bool:
-    """Return whether a running slot draws from a part of the vocabulary.
+    """Return whether at least one running slot has a sampling filter (top_k, top_p or min_p).
 
-    Then the program that sorts the vocabulary runs.
+    The engine then runs the decode program that sorts the vocabulary.
     """
     is_running = state.remaining > 0
     has_filter = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
@@ -260,9 +300,10 @@ def filtered(state: SlotState) -> bool:
 
 
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
-    """Return keys or values in the type of the KV cache, clipped to its range.
+    """Convert keys or values to the data type of the KV cache, and clip them to its range.
 
-    float8 has no infinity, so a number beyond its range would become NaN. int8 would wrap round.
+    Without clipping, values outside the range would become NaN in float8 (which has no infinity)
+    and wrap around in int8.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
@@ -273,9 +314,10 @@ def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*s
 
 
 def bucket(needed: int, smallest: int, largest: int) -> int:
-    """Return the smallest size of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`.
+    """Round `needed` up to the next allowed size, at most `largest`.
 
-    The result is at most `largest`.
+    The allowed sizes are `smallest` times 1, 1.5, 2, 3, 4, 6, 8, 12, ... Few sizes mean few
+    compiled programs.
     """
     size = smallest
     while size < needed:
@@ -285,9 +327,11 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
 
 
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
-    """Yield the columns of moves of pages, in lots of LOT_SIZE: one shape, so one program.
+    """Split page moves into lots of LOT_SIZE, so that all lots have one shape and one program.
 
-    The last lot is filled up with its last move, which changes nothing when it is repeated.
+    A move is a tuple of integers, such as (source page, target page). Yields one int32 array
+    [LOT_SIZE] for each member of the tuple. The last lot is padded with copies of its last move,
+    which have no further effect.
     """
     for first in range(0, len(moves), LOT_SIZE):
         lot = list(moves[first : first + LOT_SIZE])
@@ -296,7 +340,10 @@ def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
-    """Check that the key and value heads can be split over the devices. Raises UserError."""
+    """Check that the key and value heads can be split evenly over the devices.
+
+    Raises UserError otherwise.
+    """
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise UserError(
             f"{config.num_kv_heads} key and value heads cannot be split over "
@@ -306,9 +353,9 @@ def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
-    """Return the bytes of one page: keys and values of all layers.
+    """Return the size of one page in bytes: keys and values of all layers and heads.
 
-    Heads are filled up to a multiple of `lanes`.
+    The head dimension is rounded up to a multiple of `lanes`.
     """
     head_dim = -(-config.head_dim // lanes) * lanes
     keys = config.num_layers * page_tokens * config.num_kv_heads * head_dim

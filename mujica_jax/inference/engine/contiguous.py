@@ -1,34 +1,42 @@
-"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous KV cache.
+"""The engine for CPUs and GPUs (XLA): each running request has a contiguous row of KV cache.
 
-Pages are the KV cache that lasts: the prefix cache and the block tables name pages. Attention reads
-rows, because gathering pages at every step would cost as much memory traffic as the step itself:
+The KV cache has three parts:
 
-- prefill loads the cached pages of a request into the row of its slot, then computes the rest of
-  its prompt in the row;
-- decode continues in the row;
-- flush writes what was computed back to the pages, where other requests can share it.
+- **Pages** are the permanent part. Block tables and the prefix cache refer to pages.
+- **Rows** are the working memory. Each slot with a running request has one row, which holds the
+  keys and values of its sequence one after the other. Attention reads rows. Gathering the pages in
+  every decode step would cost as much memory traffic as the step itself.
+- **Shared prefixes** hold the beginning that several rows have in common, such as a system prompt.
 
-A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
+The engine moves tokens between them:
 
-A common beginning of several rows (a system prompt, worked examples) is stored once, as a shared
-prefix. Its scores are one matrix product for all rows instead of a read for each, and the rows hold
-only what follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix
-sharing as in Hydragen, arXiv 2402.05099, section 3).
+- Prefill loads the cached pages of a request into the row of its slot, and computes the rest of the
+  prompt in the row.
+- Decode appends to the row.
+- Flush copies new tokens from the row to the pages, where other requests can reuse them.
 
-Each shape of the rows is a compiled program of its own (docs/lab/experiments.md has its cost). The engine
-chooses between few shapes:
+The engine remembers which pages a row holds. If a conversation returns to the same slot, nothing
+needs to be loaded.
 
-- `kernels.paged_attention` reads only the tokens that a row holds, wherever the row lies. So the
-  rows have one shape. A decode call takes one entry for each running request, rounded up to all
-  slots, a half, a quarter or an eighth of them.
-- XLA reads every row to its end. So rows are as wide as the longest of them needs, in steps of 1,
-  1.5, 2, 3, ..., and there is one for each running request, rounded up to all slots, a half or a
-  quarter of them.
+A shared prefix is stored once, and the rows hold only the tokens after it. One matrix product
+computes the attention scores of all rows over the prefix. With a shared prompt of 384 tokens, this
+reads a third of the memory (prefix sharing as in Hydragen, arXiv 2402.05099, section 3).
 
-Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim],
-where n counts pages, rows or prefixes. Both products then read contiguous memory (on CPU a fifth to
-a half faster with 48 rows than keys laid out like values, and as fast with 256). Token t of a
-sequence lies at t - offset of its row, where offset is the length of its prefix.
+Each shape of the rows needs its own compiled program (docs/lab/experiments.md has the cost), so the
+engine uses few shapes. Their number depends on the attention program:
+
+- With the kernel `kernels.paged_attention`, attention reads only the tokens that a row holds. So the
+  rows always have the same shape. A decode call has one entry for each running request. The number
+  of entries is rounded up to 1, 1/2, 1/4 or 1/8 of the slots.
+- Without the kernel, XLA reads each row to its end. So all rows are as wide as the longest sequence
+  needs, rounded up to the smallest width times 1, 1.5, 2, 3, 4, ... There is one row for each
+  running request. The number of rows is rounded up to 1, 1/2 or 1/4 of the slots.
+
+The arrays of one layer are keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens,
+head_dim], where n is the number of pages, rows or prefixes. With this layout both matrix products
+read contiguous memory. On a CPU with 48 rows this is 20% to 50% faster than keys in the layout of
+the values, and equally fast with 256 rows. Token t of a sequence is at index t - offset of its row,
+where offset is the length of its shared prefix.
 """
 
 import collections
@@ -59,57 +67,70 @@ from mujica_jax.inference.engine.base import (
 from mujica_jax.models.decoder import Decoder, unstacked
 from mujica_jax.models.layers import projections
 
+# Smallest width of a row, in tokens.
 MIN_WIDTH_TOKENS = 256
-MAX_PREFIXES = 2  # planner and worker have one beginning each
+# Largest number of shared prefixes. The planner's and the worker's prompts have one each.
+MAX_PREFIXES = 2
 
-# With a shorter prefix, or fewer rows that share it, a product of its own costs more than it saves.
+# A shared prefix must have at least this many tokens and rows. Otherwise its own matrix product
+# costs more than it saves.
 MIN_PREFIX_TOKENS = 64
 MIN_PREFIX_ROWS = 4
 
 
 class TileSizes(NamedTuple):
-    """Shapes of a prefill call.
+    """The shape of a prefill call, [tiles, tile_tokens].
 
-    A call is cut into tiles of one request each, so that each request is padded by less than one
-    tile.
+    A tile holds consecutive tokens of one request. So each request is padded by less than one tile.
     """
 
+    # Tokens per tile.
     tile_tokens: int
-    tiles_per_call: tuple[int, ...]  # every size is a program for each shape of the rows
+    # Allowed numbers of tiles in a call. Each number needs one program for each shape of the rows.
+    tiles_per_call: tuple[int, ...]
 
 
-# `kernels.paged_attention` loses little by small tiles.
+# With `kernels.paged_attention`, small tiles cost little.
 KERNEL_TILES = TileSizes(8, (16, 64))
-# XLA reads a row once for each tile, and a tile must keep the platform's products busy.
+# XLA reads the row once for each tile, and each tile must be large enough for efficient matrix
+# products on the platform.
 XLA_TILES = {"cpu": TileSizes(16, (8, 64))}
 OTHER_XLA_TILES = TileSizes(64, (8, 64))
 
-# The number of rows is the number of slots divided by one of these.
+# The number of rows is the number of slots divided by one of these levels.
 ROW_LEVELS = (1, 2, 4)
-# With `kernels.paged_attention`: the entries of a decode call.
+# With `kernels.paged_attention`, the number of entries of a decode call is the number of slots
+# divided by one of these levels.
 KERNEL_ROW_LEVELS = (*ROW_LEVELS, 8)
-# The number of rows falls after this many decode calls with few requests, so that it does not fall
-# between one turn and the next.
+# The number of rows shrinks after this many decode calls in a row with few requests. So it does not
+# shrink in the short time between two turns of a conversation.
 CALLS_BEFORE_FEWER_ROWS = 2
 
-# A page and its version: equal pairs hold the same keys and values.
+# (page number, version of its contents). Equal pairs hold the same keys and values.
 PageVersion = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _SlotCache:
-    """The contents of a slot's row."""
+    """The row of a slot, and what the row holds."""
 
-    row: int = -1  # -1: it has no row
-    pages: list[PageVersion] = dataclasses.field(default_factory=list)  # of the request, in order
-    tokens: int = 0  # of the sequence, computed or loaded
-    offset: int = 0  # tokens, the length of the prefix
-    prefix: int = -1  # index of the shared prefix; -1: none
-    is_active: bool = False  # a request runs in the slot
-    last_used: int = 0  # by the clock of prefill calls
+    # Index of the row. -1 means that the slot has no row.
+    row: int = -1
+    # The pages whose contents the row and its shared prefix hold, in the order of the tokens.
+    pages: list[PageVersion] = dataclasses.field(default_factory=list)
+    # How many tokens of the sequence the row and its shared prefix hold.
+    tokens: int = 0
+    # Length of the shared prefix in tokens. The row holds only the tokens after it.
+    offset: int = 0
+    # Index of the shared prefix. -1 means none.
+    prefix: int = -1
+    # Whether a request runs in the slot.
+    is_active: bool = False
+    # When the slot was last freed, counted in prefill calls.
+    last_used: int = 0
 
     def forget(self) -> None:
-        """Forget what the row holds."""
+        """Mark the row as empty."""
         self.pages = []
         self.tokens = 0
         self.prefix = -1
@@ -118,22 +139,26 @@ class _SlotCache:
 
 @dataclasses.dataclass(frozen=True)
 class _SharedPrefix:
-    """The common beginning of several rows."""
+    """A prefix that several rows share."""
 
+    # The pages that hold the prefix, in the order of the tokens.
     pages: list[PageVersion]
+    # Length of the prefix in tokens.
     tokens: int
 
 
 class _Tile(NamedTuple):
-    """A part of one request's prompt in a prefill call."""
+    """Consecutive tokens of one prompt in a prefill call."""
 
     slot_cache: _SlotCache
-    start: int  # position of its first token
+    # Position of the first token in the sequence.
+    start: int
+    # At most `tile_tokens` token ids.
     tokens: Any
 
 
 class ContiguousEngine(Engine):
-    """The engine on XLA, see `Engine`."""
+    """The engine for CPUs and GPUs. See `Engine` for the interface."""
 
     def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
         super().__init__(decoder, options)
@@ -141,24 +166,27 @@ class ContiguousEngine(Engine):
             attend = kernels.paged_attention(head_dim=self.config.head_dim, dtype=self._dtype)
         self._has_kernel = attend is not None
 
-        # Widths of the rows. A second width must save enough to be worth its programs.
+        # The smallest and largest width of the rows, in tokens. Use a single width if a smaller one
+        # would save less than its programs cost.
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         if self._has_kernel or self._largest_width < 1.5 * self._smallest_width:
             self._smallest_width = self._largest_width
 
-        # Numbers of rows.
+        # The allowed numbers of rows.
         levels = KERNEL_ROW_LEVELS if self._has_kernel else ROW_LEVELS
         self._row_counts = sorted({-(-self.slots // level) for level in levels})
-        # More rows than one turn has searches, because these may all be the same.
+        # How many rows must share a prefix. It must be more than the parallel searches of one turn:
+        # these searches may be identical and would become a shared prefix of their own.
         self._min_prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
 
-        # The memory.
-        self._page_version = np.zeros(self.num_pages, np.int64)  # counts the writes to a page
+        # How often each page was written, [num_pages].
+        self._page_version = np.zeros(self.num_pages, np.int64)
+        # Number of prefill calls so far.
         self._clock = 0
         self._reset_memory(self._zeros(self.num_pages, self.page_tokens))
 
-        # Shapes of a prefill call.
+        # The shapes of prefill calls.
         if self._has_kernel:
             tiles = KERNEL_TILES
         else:
@@ -167,6 +195,11 @@ class ContiguousEngine(Engine):
         self.min_call_tokens = self._tiles_per_call[0] * self.tile_tokens
 
     def _load_weights(self, weights: nnx.State) -> None:
+        """Load the weights, with one array per layer.
+
+        A scan over stacked layers would copy all weights in every decode step (`decoder.unstacked`).
+        Matrices for which the product kernel is faster are stored as [outputs, inputs].
+        """
         super()._load_weights(weights)
         with self._over_mesh():
             output_major = []
@@ -182,15 +215,16 @@ class ContiguousEngine(Engine):
 
     def reset_cache(self) -> None:
         pages = self._memory.pages
-        # A call that failed may have taken the memory over.
+        # A program that failed may have deleted its donated buffers. Then allocate new pages.
         if any(layer.is_deleted() for layer in jax.tree.leaves(pages)):
             pages = self._zeros(self.num_pages, self.page_tokens)
         self._reset_memory(pages)
 
     def _reset_memory(self, pages: programs.KeysValues) -> None:
-        """Make empty rows in the first shapes, whatever the shapes were before.
+        """Allocate empty rows and prefixes in their initial shapes, and keep `pages`.
 
-        So a run that continues after a kill computes in the shapes of a run that was never killed.
+        The initial shapes are always the same. So a run that continues after a crash uses the same
+        programs, and gets the same numbers, as a run that was never interrupted.
         """
         self._width = min(self._smallest_width, self._largest_width)
         if self._has_kernel:
@@ -201,13 +235,14 @@ class ContiguousEngine(Engine):
             prefixes = self._zeros(1, 0)
         self._memory = programs.Memory(pages, self._zeros(row_count, self._width), prefixes)
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
-        self._slot_of_row = [-1] * row_count  # -1: the row is free
+        # The slot of each row. -1 means that the row is free.
+        self._slot_of_row = [-1] * row_count
         self._prefixes: list[_SharedPrefix | None] = []
         self._calls_with_few_requests = 0
 
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
-        # A slot whose row holds the cached pages has nothing to load. A page stands for all pages
-        # before it, so it is enough to compare the last one.
+        # Prefer a slot whose row already holds the cached pages, because nothing needs to be
+        # loaded. A page version implies all pages before it, so compare only the last cached page.
         if cached_tokens:
             index = (cached_tokens - 1) // self.page_tokens
             last_page = (pages[index], int(self._page_version[pages[index]]))
@@ -230,6 +265,7 @@ class ContiguousEngine(Engine):
             self._page_version[target] += 1
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Load the cached tokens of each request into its row, and compute the rest in tiles."""
         self._clock += 1
         self._load(rows)
 
@@ -248,11 +284,12 @@ class ContiguousEngine(Engine):
             self._slot_caches[row.slot].tokens = row.start + len(row.tokens)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        """Generate up to `decode_steps` tokens for every running slot, see `Engine.decode`."""
         slots = np.flatnonzero(state.remaining)
         slot_caches = [self._slot_caches[slot] for slot in slots]
 
-        # The call has `size` entries. `entries` are those of the running slots. Without the kernel
-        # an entry is a row.
+        # The call has `size` entries, and `entries` are the indices of the running slots among
+        # them. Without the kernel, entry i is row i.
         if self._has_kernel:
             size = self._row_count_for(len(slots))
             entries = np.arange(len(slots))
@@ -265,7 +302,7 @@ class ContiguousEngine(Engine):
         for entry_values, slot_values in zip(call_state, state, strict=True):
             entry_values[entries] = slot_values[slots]
 
-        # Make room in the rows for what this call generates.
+        # Make the rows wide enough for the tokens that this call generates.
         new_tokens = np.minimum(call_state.remaining, self.decode_steps)
         tokens_in_row = call_state.position + new_tokens - places.offset
         self._fit_rows(int(tokens_in_row[entries].max(initial=1)))
@@ -283,7 +320,7 @@ class ContiguousEngine(Engine):
                 filtered=filtered(state),
             )
 
-        # Back from the entries of the call to slots.
+        # Copy the results from the entries of the call back to the slots.
         state = SlotState(*map(np.array, state))
         for slot_values, entry_values in zip(state, call_state, strict=True):
             slot_values[slots] = np.asarray(entry_values)[entries]
@@ -296,6 +333,7 @@ class ContiguousEngine(Engine):
         return state, decoded
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
+        """Copy computed tokens from the rows of slots to their pages."""
         moves = []
         for flushed in rows:
             slot_cache = self._slot_caches[flushed.slot]
@@ -318,8 +356,8 @@ class ContiguousEngine(Engine):
         if not broken_pages:
             return
 
-        # A request that was given up before its prompt was read has no row. Row -1 would be the
-        # last row, which another request holds; a row beyond the last one is not cleared.
+        # A request that was cancelled before its prefill has no row (-1). Index -1 would clear the
+        # last row, which may belong to another request. An index after the last row clears nothing.
         row = slot_cache.row if slot_cache.row >= 0 else self._num_rows
         self._count_row_program("clear")
         rows = programs.clear(self._memory.rows, np.asarray([row]))
@@ -332,28 +370,29 @@ class ContiguousEngine(Engine):
 
     @property
     def _num_rows(self) -> int:
+        """The current number of rows."""
         return len(self._slot_of_row)
 
     def _row_count_for(self, requests: int) -> int:
-        """Return the smallest allowed number of rows that holds this many requests."""
+        """Return the smallest allowed number of rows for this many requests."""
         return next(count for count in self._row_counts if count >= requests)
 
     def _evict(self, slot_cache: _SlotCache) -> None:
-        """Take a slot's row away, and what it held."""
+        """Free the row of a slot, and forget its contents."""
         if slot_cache.row >= 0:
             self._slot_of_row[slot_cache.row] = -1
         slot_cache.row = -1
         slot_cache.forget()
 
-    # Prefill: loading rows.
+    # Prefill: load cached pages into rows.
 
     def _load(self, requests: Sequence[PrefillRow]) -> None:
-        """Make each request's row hold the tokens that its pages have."""
+        """Give each request a row, and copy its cached tokens from the pages into the row."""
         to_load = []
         for request in requests:
             slot_cache = self._slot_caches[request.slot]
             if self._is_in_row(request):
-                # What the row holds beyond the request's start belongs to an earlier request.
+                # Tokens in the row after the start of this request belong to an earlier request.
                 slot_cache.pages = self._page_versions(request.pages)
                 slot_cache.tokens = request.start
             else:
@@ -362,7 +401,7 @@ class ContiguousEngine(Engine):
         self._assign_rows(requests)
         self._share_prefix(to_load)
 
-        # Which pages go into which rows: all that are not in the request's prefix.
+        # List the pages to copy: all cached pages of a request that are not in its shared prefix.
         moves = []
         for request in to_load:
             slot_cache = self._slot_caches[request.slot]
@@ -388,7 +427,7 @@ class ContiguousEngine(Engine):
             self._memory = self._memory._replace(rows=rows)
 
     def _is_in_row(self, request: PrefillRow) -> bool:
-        """Return whether the slot's row holds all tokens before the request's start."""
+        """Return whether the slot's row already holds all cached tokens of the request."""
         slot_cache = self._slot_caches[request.slot]
         page_count = -(-request.start // self.page_tokens)
         if (
@@ -401,13 +440,15 @@ class ContiguousEngine(Engine):
         return slot_cache.pages[:page_count] == self._page_versions(request.pages[:page_count])
 
     def _page_versions(self, pages: Sequence[int]) -> list[PageVersion]:
+        """Return the pages with the current versions of their contents."""
         return [(page, int(self._page_version[page])) for page in pages]
 
     def _prefill_tiles(self, tiles: Sequence[_Tile], tile_count: int) -> None:
-        """Compute these tiles in one call of `tile_count` tiles."""
+        """Compute tiles in one call of shape [tile_count, tile_tokens]. Pad with empty tiles."""
         tokens = np.zeros((tile_count, self.tile_tokens), np.int32)
         starts = np.zeros(tile_count, np.int32)
-        lengths = np.zeros(tile_count, np.int32)  # a tile of length 0 writes nowhere
+        # An empty tile has length 0 and writes nothing.
+        lengths = np.zeros(tile_count, np.int32)
         for index, tile in enumerate(tiles):
             tokens[index, : len(tile.tokens)] = tile.tokens
             starts[index] = tile.start
@@ -421,10 +462,10 @@ class ContiguousEngine(Engine):
                 self._graph, self._weights, self._scales, self._memory, call, self._prefix_lengths()
             )
 
-    # The rows: which slot has which, how many there are, and how wide they are.
+    # Rows: assign rows to slots, and change the number and the width of the rows.
 
     def _assign_rows(self, requests: Sequence[PrefillRow]) -> None:
-        """Give every request a row: a free one, that of an idle slot, or a new one."""
+        """Give each request a row: a free row, the row of an idle slot, or a new row."""
         for request in requests:
             self._slot_caches[request.slot].is_active = True
         active_slots = sum(slot_cache.is_active for slot_cache in self._slot_caches)
@@ -438,7 +479,8 @@ class ContiguousEngine(Engine):
             for slot_cache in self._slot_caches
             if slot_cache.row >= 0 and not slot_cache.is_active
         ]
-        idle_slots.sort(key=lambda slot_cache: -slot_cache.last_used)  # the longest idle last
+        # Rows are taken from the end of this list, so the slot that was idle longest is last.
+        idle_slots.sort(key=lambda slot_cache: -slot_cache.last_used)
         slots_without_row = [
             request.slot for request in requests if self._slot_caches[request.slot].row < 0
         ]
@@ -451,9 +493,9 @@ class ContiguousEngine(Engine):
             self._slot_of_row[row] = slot
 
     def _shrink_rows(self, running: int) -> None:
-        """Go on with fewer rows if few requests run, because a step also computes the idle rows."""
+        """Reduce the number of rows if few requests run, because a step also computes idle rows."""
         active = sum(slot_cache.is_active for slot_cache in self._slot_caches)
-        assert running <= active, "what decodes was prefilled"
+        assert running <= active, "every decoding request must have been prefilled"
         row_count = self._row_count_for(active)
         if row_count < self._num_rows:
             self._calls_with_few_requests += 1
@@ -463,7 +505,7 @@ class ContiguousEngine(Engine):
             return
         self._calls_with_few_requests = 0
 
-        # Move the rows of active slots to the front, and drop the others.
+        # Move the rows of active slots to the front, and drop all other rows.
         for slot_cache in self._slot_caches:
             if not slot_cache.is_active:
                 self._evict(slot_cache)
@@ -479,9 +521,9 @@ class ContiguousEngine(Engine):
             self._slot_of_row[row] = slot
 
     def _fit_rows(self, tokens: int) -> None:
-        """Resize the rows to the current number of rows, and to a width of at least `tokens`.
+        """Resize the array of rows to the current number of rows and a width of `tokens` or more.
 
-        The memory moves once for both.
+        One program changes both sizes, so the memory is copied once.
         """
         width = bucket(tokens, self._smallest_width, self._largest_width)
         self._width = max(self._width, width)
@@ -491,7 +533,11 @@ class ContiguousEngine(Engine):
             self._memory = self._memory._replace(rows=rows)
 
     def _shrink_width(self, active: Sequence[_SlotCache]) -> None:
-        """Give up width that none of these rows needs. The next `_fit_rows` moves the memory."""
+        """Reduce the width of the rows to what the active rows need.
+
+        Only the number changes here. The next call of `_fit_rows` resizes the memory. Idle rows that
+        do not fit are evicted.
+        """
         tokens = max((slot_cache.tokens - slot_cache.offset for slot_cache in active), default=1)
         width = bucket(tokens, self._smallest_width, self._largest_width)
         self._width = min(self._width, width)
@@ -502,10 +548,10 @@ class ContiguousEngine(Engine):
     # Shared prefixes.
 
     def _share_prefix(self, to_load: Sequence[PrefillRow]) -> None:
-        """Store the common beginning of many rows once, as a shared prefix.
+        """Make a shared prefix of the tokens that many rows begin with, if there are such tokens.
 
-        Nothing happens if no request of `to_load` begins with it, or if there is such a prefix
-        already.
+        Does nothing if no request of `to_load` begins with these tokens, or if this shared prefix
+        exists already.
         """
         slots_to_load = {request.slot for request in to_load}
         running = [
@@ -518,8 +564,8 @@ class ContiguousEngine(Engine):
         if prefix is None:
             return
 
-        # A prefix that no running request reads makes room, and with it the idle rows that go on
-        # from it.
+        # Replace a shared prefix that no running request reads. Idle rows that depend on it are
+        # evicted.
         indices_in_use = {slot_cache.prefix for slot_cache in running}
         free_indices = [index for index in range(MAX_PREFIXES) if index not in indices_in_use]
         if not free_indices:
@@ -530,7 +576,7 @@ class ContiguousEngine(Engine):
                 self._evict(slot_cache)
         self._store_prefix(index, prefix)
 
-        # Rows that begin with the prefix keep only what follows it.
+        # In the rows of running requests that begin with the prefix, keep only the tokens after it.
         for slot_cache in running:
             begins_with_prefix = slot_cache.pages[: len(prefix.pages)] == prefix.pages
             if begins_with_prefix and slot_cache.tokens >= prefix.tokens > slot_cache.offset:
@@ -545,9 +591,9 @@ class ContiguousEngine(Engine):
     def _new_prefix(
         self, to_load: Sequence[PrefillRow], running: Sequence[_SlotCache]
     ) -> _SharedPrefix | None:
-        """Return the common beginning of many rows, or None.
+        """Return a prefix that many rows share and that should be stored once, or None.
 
-        It is None if a shared prefix would cost more than it saves, or if it exists already.
+        Returns None if the shared prefix would cost more than it saves, or if it exists already.
         """
         beginnings = [
             self._page_versions(request.pages[: request.start // self.page_tokens])
@@ -567,7 +613,7 @@ class ContiguousEngine(Engine):
         return _SharedPrefix(pages, tokens)
 
     def _store_prefix(self, index: int, prefix: _SharedPrefix) -> None:
-        """Copy a prefix from its pages into the array of prefixes, which grows as needed."""
+        """Copy a prefix from its pages into the array of prefixes. Enlarge the array as needed."""
         while len(self._prefixes) <= index:
             self._prefixes.append(None)
         self._prefixes[index] = prefix
@@ -578,8 +624,8 @@ class ContiguousEngine(Engine):
         old_shape = self._memory.prefixes.shape
         new_shape = (max(len(self._prefixes), old_shape[0]), max(length, old_shape[1]))
 
-        # The last page fills up what lies beyond the prefix, where nothing is read. So there is one
-        # program whatever the length.
+        # Pad the list with copies of the last page, so that one program serves prefixes of any
+        # length. Nothing is read after the end of the prefix.
         pages = np.full(new_shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
         pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
         self._programs.add(("prefix", old_shape, new_shape))
@@ -589,11 +635,12 @@ class ContiguousEngine(Engine):
         self._memory = self._memory._replace(prefixes=prefixes)
 
     def _longest_prefix(self, pages: Sequence[PageVersion], start: int) -> int:
-        """Return the index of the longest shared prefix that these pages begin with.
+        """Return the index of the longest shared prefix that a sequence begins with, or -1.
 
-        The prefix has at most `start` tokens. The index is -1 if there is none.
+        `pages` are the pages of the sequence. The prefix has at most `start` tokens.
         """
-        longest = (0, -1)  # (tokens, index)
+        # (tokens, index) of the longest prefix so far.
+        longest = (0, -1)
         for index, prefix in enumerate(self._prefixes):
             if prefix is None or prefix.tokens > start:
                 continue
@@ -602,12 +649,13 @@ class ContiguousEngine(Engine):
         return longest[1]
 
     def _prefix_lengths(self) -> np.ndarray:
+        """Return the length of each shared prefix in tokens, [prefixes]. Unused ones have 0."""
         lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
         padding = [0] * (self._memory.prefixes.shape[0] - len(lengths))
         return np.asarray(lengths + padding, np.int32)
 
     def _zeros(self, count: int, tokens: int) -> programs.KeysValues:
-        """Return an empty memory of `count` pages, rows or prefixes."""
+        """Return zeros for `count` pages, rows or prefixes of `tokens` tokens each."""
         heads = self.config.num_kv_heads
         head_dim = self.config.head_dim
         sharding = None
@@ -625,18 +673,21 @@ class ContiguousEngine(Engine):
         )
 
     def _count_program(self, *program: Any) -> None:
-        """Note a program whose shapes are those of the prefixes and of the rows."""
+        """Count a program that is compiled for each shape of the prefixes and of the rows."""
         self._count_row_program(*program, self._memory.prefixes.shape)
 
     def _count_row_program(self, *program: Any) -> None:
-        """Note a program whose shapes are those of the rows."""
+        """Count a program that is compiled for each shape of the rows."""
         self._programs.add((*program, self._memory.rows.shape))
 
 
 def _places(
     slot_caches: Sequence[_SlotCache], *, entries: np.ndarray, size: int
 ) -> programs.Places:
-    """Return the places of a call with `size` entries, of which `entries` are used."""
+    """Return the places of a call with `size` entries.
+
+    `entries` are the indices of the entries that are used, one for each of `slot_caches`.
+    """
     places = programs.Places.nowhere(size)
     places.row[entries] = [slot_cache.row for slot_cache in slot_caches]
     places.offset[entries] = [slot_cache.offset for slot_cache in slot_caches]
@@ -647,10 +698,10 @@ def _places(
 def _common_beginning(
     sequences: Sequence[Sequence[PageVersion]], min_rows: int
 ) -> list[PageVersion]:
-    """Return the longest common beginning of at least `min_rows` sequences.
+    """Return the longest list of pages that at least `min_rows` sequences begin with.
 
-    Beyond the first page, the sequences that share it are also at least half of those that share
-    all but its last page.
+    Each page after the first must also be shared by at least half of the sequences that share the
+    pages before it.
     """
     common: list[PageVersion] = []
     while True:
@@ -668,10 +719,10 @@ def _common_beginning(
 
 
 def _tiles_in_next_call(waiting: int, sizes: Sequence[int]) -> int:
-    """Return how many tiles to run in the next call.
+    """Return how many tiles to run in the next call, one of the allowed `sizes`.
 
-    This is the smallest size that takes all waiting tiles if they fill three quarters of it,
-    otherwise the next smaller size.
+    `waiting` is the number of tiles that are left. The result is the smallest size that holds all
+    of them, if they fill at least three quarters of it. Otherwise it is the next smaller size.
     """
     smaller = sizes[0]
     for size in sizes:

@@ -1,7 +1,8 @@
-"""The memory of the contiguous engine and its compiled programs.
+"""The compiled programs of the contiguous engine, and the arrays that they work on.
 
-`prefill` reads prompts into rows, `decode` generates several tokens for all rows, and the others
-move what is in memory. The layout of the memory stands in `contiguous.py`.
+`prefill` computes prompts into rows. `decode` generates several tokens for all running sequences.
+The other programs copy, resize and clear pages, rows and shared prefixes. `contiguous.py` explains
+these three parts of the KV cache.
 """
 
 import functools
@@ -19,39 +20,48 @@ from mujica_jax.inference import sampling
 from mujica_jax.inference.engine.base import Decoded, SlotState, advance, narrowed
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 
-NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
+# The score of a masked token. It is finite, so that a fully masked row does not give NaN.
+NEVER = -1e30
 
 
 class KeysValues(NamedTuple):
-    """A memory of pages, rows or prefixes: one array a layer."""
+    """Keys and values of pages, rows or prefixes, with one array per layer.
+
+    In the shapes, `rows` is the number of pages, rows or prefixes, and `tokens` is the number of
+    tokens in each.
+    """
 
     keys: tuple[Num[Array, "rows kv_heads head_dim tokens"], ...]
     values: tuple[Num[Array, "rows kv_heads tokens head_dim"], ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, tokens in each)."""
+        """(number of pages, rows or prefixes; tokens in each)."""
         return self.values[0].shape[0], self.values[0].shape[2]
 
 
 class Memory(NamedTuple):
-    """All KV cache of an engine."""
+    """The complete KV cache of an engine."""
 
     pages: KeysValues
     rows: KeysValues
-    prefixes: KeysValues  # length 0 where nothing is shared
+    # The shared prefixes. They have 0 tokens until the first prefix is stored.
+    prefixes: KeysValues
 
 
 class Places(NamedTuple):
-    """Where the sequences of a call lie: one entry for each sequence, or for each tile."""
+    """Where the sequences of a call are stored: one entry per sequence, or per prefill tile."""
 
+    # Index of the row.
     row: Int[np.ndarray | Array, " rows"]
-    offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the prefix
-    prefix: Int[np.ndarray | Array, " rows"]  # -1: none
+    # Length of the shared prefix in tokens. Token t is at index t - offset of the row.
+    offset: Int[np.ndarray | Array, " rows"]
+    # Index of the shared prefix. -1 means none.
+    prefix: Int[np.ndarray | Array, " rows"]
 
     @classmethod
     def nowhere(cls, count: int) -> "Places":
-        """Return places without a prefix, as numpy arrays that may be written."""
+        """Return `count` entries with row 0 and no prefix, as writable numpy arrays."""
         return cls(
             row=np.zeros(count, np.int32),
             offset=np.zeros(count, np.int32),
@@ -60,21 +70,26 @@ class Places(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A prefill call. A tile that is not used has length 0."""
+    """The arguments of a prefill call."""
 
+    # Token ids, padded with 0.
     tokens: Int[np.ndarray | Array, "tiles time"]
+    # Position of the first token of each tile in its sequence.
     start: Int[np.ndarray | Array, " tiles"]
+    # Number of tokens in each tile. 0 for an unused tile.
     length: Int[np.ndarray | Array, " tiles"]
     places: Places
 
 
 class DecodeCall(NamedTuple):
-    """A decode call: one entry for each sequence."""
+    """The arguments of a decode call. `state` and `places` have one entry per sequence."""
 
     state: SlotState
     places: Places
-    prefix_lengths: Int[np.ndarray | Array, " prefixes"]  # tokens
-    stops: Int[Array, " stops"]  # token ids that end a sequence
+    # Length of each shared prefix in tokens.
+    prefix_lengths: Int[np.ndarray | Array, " prefixes"]
+    # Token ids that end a sequence.
+    stops: Int[Array, " stops"]
 
 
 @functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("memory",))
@@ -86,13 +101,17 @@ def prefill(
     tiles: Tiles,
     prefix_lengths: Int[Array, " prefixes"],
 ) -> Memory:
-    """Compute the keys and values of these tiles into their rows."""
+    """Compute the keys and values of the tiles, and write them into their rows.
+
+    `scales` are the scales of an int8 cache, or None. `prefix_lengths` are in tokens.
+    """
     decoder = nnx.merge(graph, weights)
     keys = list(memory.rows.keys)
     values = list(memory.rows.values)
     width = memory.rows.shape[1]
 
-    # Where each token is written. Padding is written out of bounds, that is nowhere.
+    # The index in the row to which each token is written. The index of padding is out of bounds, so
+    # padding is not written.
     tile_tokens = tiles.tokens.shape[1]
     offsets = jnp.arange(tile_tokens)[None, :]
     positions = tiles.start[:, None] + offsets
@@ -129,7 +148,8 @@ def decode(
 ) -> tuple[Memory, SlotState, Decoded]:
     """Generate up to `steps` tokens for every running sequence.
 
-    Without `kernels.paged_attention` the sequences are all rows, in order.
+    `filtered` says whether a sequence has a sampling filter. Without `kernels.paged_attention`,
+    entry i of the call must be row i. Returns (memory, new state, tokens [steps, sequences]).
     """
     decoder = nnx.merge(graph, weights)
     width = memory.rows.shape[1]
@@ -144,7 +164,8 @@ def decode(
         values = list(rows.values)
         running = state.remaining > 0
         in_row = state.position - places.offset
-        target = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
+        # For a sequence that is not running the index is out of bounds, so nothing is written.
+        target = jnp.where(running, in_row, width)
         seen = jnp.where(running, in_row + 1, 0)
         read = _reader(memory, places, call.prefix_lengths, seen=seen, time=1, in_order=True)
 
@@ -174,17 +195,18 @@ def _reader(
     time: int,
     in_order: bool = False,
 ) -> Callable[[int, Array, Array, Array], Array]:
-    """Return `read(layer, query, keys, values)`.
+    """Return the function `read(layer, query, keys, values)` that computes attention.
 
-    It is the attention of rows over the tokens that they hold and over their prefix. The first
-    query of a row sees `seen` tokens of the row. Each of the `time` queries sees one token more
-    than the query before. With `in_order` the sequences are all rows, as they lie in memory.
+    Each sequence attends to its row and to its shared prefix. Each sequence has `time` queries. The
+    first query sees the first `seen` tokens of the row, and each later query sees one token more.
+    `keys` and `values` are the rows of the layer. Pass `in_order=True` if sequence i is stored in
+    row i.
     """
     prefix = places.prefix
     prefix_length = jnp.where(prefix < 0, 0, prefix_lengths[prefix])
-    # What a kernel needs to know of each row.
+    # For the kernel: row, visible tokens of the row, prefix and its length, for each sequence.
     row_table = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), prefix_length], axis=1)
-    # What XLA needs: which tokens each query may read, in its row and in the prefixes.
+    # For XLA: masks of the tokens that each query may read, in its row and in the prefixes.
     readable = jnp.arange(memory.rows.shape[1]) < (seen[:, None] + jnp.arange(time))[:, :, None]
     prefix_count, prefix_tokens = memory.prefixes.shape
     inside = jnp.arange(prefix_tokens)[None, :] < prefix_lengths[:, None]
@@ -212,9 +234,11 @@ def _attention(
     prefix_values: Num[Array, "prefixes kv_heads length head_dim"],
     visible: Bool[Array, "rows prefixes length"],
 ) -> Float[Array, "rows time heads head_dim"]:
-    """Return softmax attention over each row together with its prefix.
+    """Compute softmax attention of each sequence over its row and its shared prefix together.
 
-    Scores and weights are float32.
+    `readable` masks the tokens of the row that each query may read. `visible` masks the tokens of
+    the prefixes that each sequence may read. Scores and attention weights are float32. The result
+    has the type of `query`.
     """
     rows, time, heads, head_dim = query.shape
     compute_dtype = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
@@ -225,19 +249,19 @@ def _attention(
     kv_heads = keys.shape[1]
     width = keys.shape[3]
 
-    # Put together the queries that read one head of keys.
+    # Group the queries that share a key and value head (grouped-query attention).
     queries = heads // kv_heads * time
     grouped = query.astype(compute_dtype).reshape(rows, time, kv_heads, -1, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, queries, head_dim)
 
-    # Scores of the row.
+    # Scores over the row.
     scores = _product("rkqd,rkdw->rkqw", grouped, keys)
     by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
     scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
     peak = jnp.max(scores, axis=-1, keepdims=True)
 
-    # Scores of the prefixes, in one product for all rows: [kv_heads, rows x queries, head_dim] with
-    # [kv_heads, head_dim, prefixes x length].
+    # Scores over the prefixes, in one matrix product for all sequences: [kv_heads, rows x queries,
+    # head_dim] times [kv_heads, head_dim, prefixes x length].
     length = prefix_keys.shape[0] * prefix_keys.shape[3]
     if length:
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
@@ -248,7 +272,7 @@ def _attention(
         prefix_scores = jnp.where(visible.reshape(rows, 1, 1, length), prefix_scores, NEVER)
         peak = jnp.maximum(peak, jnp.max(prefix_scores, axis=-1, keepdims=True))
 
-    # Softmax over both, without a division before the end.
+    # Softmax over both parts. Divide by the total weight once, at the end.
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = _product("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
@@ -265,7 +289,7 @@ def _attention(
     return mixed.reshape(rows, time, heads, head_dim)
 
 
-# Sums in float32.
+# An einsum that sums in float32.
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -273,6 +297,7 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def copy_pages(
     pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Array, " moves"]
 ) -> KeysValues:
+    """Copy the pages `sources` to the pages `targets`."""
     return jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), pages)
 
 
@@ -286,7 +311,8 @@ def load_pages(
 ) -> KeysValues:
     """Copy pages into rows.
 
-    A row is cut into places for pages. `page_slots` are the numbers of these places.
+    Move i copies page `page_indices[i]` into row `row_indices[i]`. A row holds width / page_tokens
+    pages one after the other, and `page_slots[i]` is the index of the page within the row.
     """
 
     def load(token_axis: int, rows: Array, pages: Array) -> Array:
@@ -305,7 +331,7 @@ def store_pages(
     page_slots: Int[Array, " moves"],
     page_indices: Int[Array, " moves"],
 ) -> KeysValues:
-    """Copy parts of rows into pages, the reverse of `load_pages`."""
+    """Copy parts of rows into pages. This is the reverse of `load_pages`."""
 
     def store(token_axis: int, pages: Array, rows: Array) -> Array:
         paged = _cut_into_pages(rows, token_axis, pages.shape[token_axis])
@@ -323,10 +349,14 @@ def store_prefix(
     page_indices: Int[Array, " pages"],
     shape: tuple[int, int],
 ) -> KeysValues:
-    """Return `prefixes` resized to this shape, with one of them copied from its pages."""
+    """Copy pages into the shared prefix `prefix_index`, after resizing the array of prefixes.
+
+    `page_indices` are the pages in the order of the tokens. `shape` is the new (number of prefixes,
+    tokens per prefix).
+    """
 
     def store(token_axis: int, prefixes: Array, pages: Array) -> Array:
-        # Move the axis of the pages before that of their tokens, and join the two.
+        # Move the axis of the pages in front of the axis of the tokens, and merge the two axes.
         prefix = jnp.moveaxis(pages[page_indices], 0, token_axis - 1)
         before = prefix.shape[: token_axis - 1]
         after = prefix.shape[token_axis + 1 :]
@@ -338,7 +368,7 @@ def store_prefix(
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def shift_row(rows: KeysValues, row_index: Int[Array, ""], tokens: Int[Array, ""]) -> KeysValues:
-    """Move the contents of a row to its front, by this many tokens."""
+    """Drop the first `tokens` tokens of a row, and move the rest to the front."""
 
     def shift(token_axis: int, rows: Array) -> Array:
         shifted = jnp.roll(rows[row_index], -tokens, axis=token_axis - 1)
@@ -349,21 +379,23 @@ def shift_row(rows: KeysValues, row_index: Int[Array, ""], tokens: Int[Array, ""
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def clear(memory: KeysValues, indices: Int[Array, " indices"]) -> KeysValues:
-    """Set rows, or pages, to zero. An index beyond the last one changes nothing."""
+    """Set rows or pages to zero. An index that is out of bounds has no effect."""
     return jax.tree.map(lambda layer: layer.at[indices].set(0, mode="drop"), memory)
 
 
 @jax.jit
 def select_rows(rows: KeysValues, row_indices: Int[Array, " rows"]) -> KeysValues:
+    """Return a new array with the rows `row_indices`, in this order."""
     return jax.tree.map(lambda layer: layer[row_indices], rows)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "tokens"))
 def resized(rows: KeysValues, count: int, tokens: int) -> KeysValues:
-    """Return `count` rows of `tokens` tokens, cut off or filled up with zeros."""
+    """Return the rows resized to `count` rows of `tokens` tokens, cut off or padded with zeros."""
 
     def resize(token_axis: int, layer: Array) -> Array:
-        padding = [(0, 0, 0)] * 4  # (before, after, between) of each axis
+        # (before, after, between) for each axis. Negative numbers cut off.
+        padding = [(0, 0, 0)] * 4
         padding[0] = (0, count - layer.shape[0], 0)
         padding[token_axis] = (0, tokens - layer.shape[token_axis], 0)
         return jax.lax.pad(layer, jnp.zeros((), layer.dtype), padding)
@@ -372,7 +404,10 @@ def resized(rows: KeysValues, count: int, tokens: int) -> KeysValues:
 
 
 def _map_layers(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
-    """Return the memory of `function(token_axis, layer of each memory)` for all keys and values."""
+    """Apply `function(token_axis, *arrays)` to the keys and to the values of each layer.
+
+    `arrays` has one array from each of `memories`. The token axis is 3 for keys and 2 for values.
+    """
     keys = []
     for layers in zip(*(memory.keys for memory in memories), strict=True):
         keys.append(function(3, *layers))
@@ -383,12 +418,12 @@ def _map_layers(function: Callable[..., Array], *memories: KeysValues) -> KeysVa
 
 
 def _cut_into_pages(rows: Array, token_axis: int, page_tokens: int) -> Array:
-    """Return the rows with the axis of their tokens split in two: pages and tokens of a page."""
+    """Split the token axis of the rows into two axes: pages, and tokens of a page."""
     before = rows.shape[:token_axis]
     after = rows.shape[token_axis + 1 :]
     return rows.reshape(*before, -1, page_tokens, *after)
 
 
 def _page_index(token_axis: int, row_indices: Array, page_slots: Array) -> tuple:
-    """Return the index of these pages of these rows in the result of `_cut_into_pages`."""
+    """Return the index that selects pages of rows in the result of `_cut_into_pages`."""
     return (row_indices, *[slice(None)] * (token_axis - 1), page_slots)

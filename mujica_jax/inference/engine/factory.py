@@ -1,4 +1,4 @@
-"""Make the engine for this machine, with as much KV memory as it needs and the machine has."""
+"""Make the engine for this machine, and choose the size of its KV cache."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,14 @@ from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.runtime.host_memory import available_bytes
 
-# Shares of the free memory that the KV cache may take. The rest is for a step's temporaries.
+# Share of the free memory that the KV cache may take, on an accelerator and on the host. The rest
+# is for temporary arrays of the programs.
 DEVICE_SHARE = 0.9
 HOST_SHARE = 0.5
+# Values of engine.cache_dtype. Any other value means the compute type of the model.
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-# What a user lowers for a model's context.
-CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"
+# The setting to lower if conversations are longer than the model's context.
+CONTEXT_SETTING = "agent.max_trajectory_tokens (--max-tokens of serve)"
 
 
 def make_engine(
@@ -34,11 +36,15 @@ def make_engine(
     stop_token_ids: Sequence[int],
     reserved_bytes: int = 0,
 ) -> Engine:
-    """Return an engine for requests of up to `positions` tokens, on this platform.
+    """Make the engine for this platform: `RaggedEngine` on TPUs, `ContiguousEngine` elsewhere.
 
-    It runs on `engine.tensor_parallel_size` devices. `engine.cache_gigabytes` is the size of its KV
-    cache. Without it the cache takes free memory, and leaves `reserved_bytes` of each device for
-    what the program will allocate later. Raises UserError.
+    Requests may have up to `positions` tokens, prompt and completion together. The engine runs on
+    `engine.tensor_parallel_size` devices. `engine.cache_gigabytes` is the size of the KV cache in
+    GB (10^9 bytes). 0 means enough pages for all slots at full length, or as many as fit into the
+    free memory. In that case, `reserved_bytes` of each device stay free for later allocations of
+    the program.
+
+    Raises UserError if the model does not fit the context length, the devices or the memory.
     """
     check_context(decoder.config, positions)
     dtype = _cache_dtype(decoder.dtype, engine)
@@ -63,7 +69,10 @@ def make_engine(
 def check_engine(
     model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike
 ) -> None:
-    """Check that `make_engine` would take a model that computes in `dtype`. Raises UserError."""
+    """Check that `make_engine` can make an engine for this model, without loading its weights.
+
+    `dtype` is the compute type of the model. Raises UserError otherwise.
+    """
     check_context(model, positions)
     mesh = engine_mesh(engine)
     cache_dtype = _cache_dtype(dtype, engine)
@@ -76,9 +85,9 @@ def check_engine(
 
 
 def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEXT_SETTING) -> None:
-    """Check that a model was made for conversations of `positions` tokens. Raises UserError.
+    """Check that the model's context length is at least `positions` tokens.
 
-    `setting` names the setting that the user can lower.
+    `setting` is the name of the setting that the user can lower. Raises UserError otherwise.
     """
     if positions > model.context_tokens:
         raise UserError(
@@ -89,9 +98,10 @@ def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEX
 
 
 def engine_mesh(engine: EngineConfig) -> Mesh | None:
-    """Return the mesh of this host's engine, None for a single device.
+    """Return the mesh of this host's engine, or None for a single device.
 
-    Every host has an engine of its own, over devices of its own. Raises UserError.
+    Each host runs its own engine on its own devices. Raises UserError if this host has too few
+    devices for `engine.tensor_parallel_size`.
     """
     devices = jax.local_devices()
     if engine.tensor_parallel_size > len(devices):
@@ -112,12 +122,12 @@ def _num_pages(
     dtype: DTypeLike,
     reserved_bytes: int,
 ) -> int:
-    """Return how many pages there are: enough for all slots at full length, or as many as fit.
+    """Return the number of pages: enough for all slots at full length, or all that fit in memory.
 
-    Raises UserError if there is no room for one request.
+    Raises UserError if the memory is too small for one request of `positions` tokens.
     """
     lanes = LANES if jax.default_backend() == "tpu" else 1
-    # per device
+    # Bytes of a page on one device.
     page_size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor_parallel_size
     pages_per_request = -(-positions // engine.page_tokens)
     pages_for_all_slots = engine.max_num_seqs * pages_per_request
@@ -128,25 +138,25 @@ def _num_pages(
         memory = _free_bytes() - reserved_bytes
         source = "are free"
         if jax.default_backend() != "tpu":
-            # The rows of running requests lie beside the pages.
+            # `ContiguousEngine` also holds a contiguous cache of full length for each slot.
             memory -= pages_for_all_slots * page_size
     num_pages = min(int(memory) // page_size, pages_for_all_slots)
     if num_pages < pages_per_request:
         raise UserError(
             f"one request of {positions} tokens needs {pages_per_request * page_size / 1e9:.3g} GB "
-            f"of KV memory and {memory / 1e9:.3g} GB {source}: lower agent.max_trajectory_tokens "
+            f"of KV cache and {memory / 1e9:.3g} GB {source}: lower agent.max_trajectory_tokens "
             "or engine.max_num_seqs, or give it more memory"
         )
     return num_pages
 
 
 def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
-    """Return the type of keys and values in the KV cache."""
+    """Return the data type of the stored keys and values."""
     return CACHE_DTYPES.get(engine.cache_dtype, compute)
 
 
 def _free_bytes() -> float:
-    """Return how much memory of a device, or of the host, the KV cache may take."""
+    """Return how many bytes the KV cache may take: on one accelerator, or on the host for a CPU."""
     statistics = jax.local_devices()[0].memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return HOST_SHARE * available_bytes()

@@ -1,13 +1,15 @@
-"""The engine on TPU: the ragged paged attention kernel reads pages in place.
+"""The engine for TPUs: the ragged paged attention kernel reads the pages directly.
 
-All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]. Keys
-and values of a head stand side by side, as the kernel needs them. Page n of layer l lies at l x
-num_pages + n. So the layers run in a scan, compile time does not grow with depth, and the array is
-updated without a copy. The block sizes of the kernel are set here: its own table asks the device
-that runs, and fails when a program is compiled for another one.
+All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]. Page
+n of layer l has the index l x num_pages + n. The key and the value of a head are neighbours, as the
+kernel requires. With one array the layers run in a scan, so compile time does not grow with the
+number of layers, and the array is updated without a copy.
 
-Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value
-heads, and the kernel runs on each device's heads alone.
+This module sets the block sizes of the kernel. The kernel's own table looks up the device that the
+process runs on, and fails if the program is compiled for another device.
+
+With a mesh, the heads are split over the axis `tensor`. Each device holds the pages of its own key
+and value heads, and runs the kernel on these heads only.
 """
 
 import functools
@@ -38,16 +40,20 @@ from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 
+# Smallest number of tokens in a prefill call. Shorter calls are padded.
 MIN_PREFILL_TOKENS = 256
 
-# Block sizes of the kernel.
-BLOCK_KEY_TOKENS = 512  # tokens whose keys are read at once
-BLOCK_QUERIES = 128  # of prefill
-BLOCK_DECODE_QUERIES = 32  # of decode, where a sequence has one query
+# Block sizes of the kernel: tokens whose keys and values are read at once, queries per block in
+# prefill, and queries per block in decode (where each sequence has one query).
+BLOCK_KEY_TOKENS = 512
+BLOCK_QUERIES = 128
+BLOCK_DECODE_QUERIES = 32
+# Limit of the kernel's on-chip memory (VMEM).
 VMEM_BYTES = 64 << 20
-# The kernel takes heads of a multiple of this size. Smaller ones are filled up with zeros, which
-# change no product.
+# The kernel needs a head dimension that is a multiple of this. Smaller heads are padded with zeros,
+# which do not change the results.
 LANES = 128
+# How the array of pages is split over a mesh: the combined heads over the axis `tensor`.
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
 Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
@@ -56,35 +62,42 @@ Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
 class Sequences(NamedTuple):
     """The sequences of one call, as the kernel needs them.
 
-    Their queries stand one after the other.
+    The queries of all sequences are concatenated in one array.
     """
 
-    lengths: Int[np.ndarray | Array, " sequences"]  # in tokens, the new ones included
-    tables: Int[np.ndarray | Array, "sequences pages"]  # block tables
-    # 0, and then where each sequence's queries end.
+    # Length of each sequence in tokens, including the new tokens.
+    lengths: Int[np.ndarray | Array, " sequences"]
+    # The block table of each sequence: page numbers within a layer.
+    tables: Int[np.ndarray | Array, "sequences pages"]
+    # The queries of sequence i are query_ends[i] to before query_ends[i + 1]. The first value is 0.
     query_ends: Int[np.ndarray | Array, " sequences_plus_one"]
-    count: Int[np.ndarray | Array, " one"]  # of sequences that are used
+    # Number of sequences in use. The others are padding.
+    count: Int[np.ndarray | Array, " one"]
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a prefill call: those of all sequences, one after the other."""
+    """The tokens of a prefill call. The tokens of all sequences are concatenated."""
 
+    # Token ids.
     ids: Int[np.ndarray | Array, " tokens"]
+    # Position of each token in its sequence.
     positions: Int[np.ndarray | Array, " tokens"]
-    # Their places in the pages of a layer: page x page_tokens + offset.
+    # Where the keys and values of each token are written: page x page_tokens + offset in the page.
     targets: Int[np.ndarray | Array, " tokens"]
 
 
 class DecodeCall(NamedTuple):
-    """A decode call: one entry for each slot."""
+    """The arguments of a decode call, with one entry per slot."""
 
     state: SlotState
-    tables: Int[np.ndarray | Array, "slots pages"]  # block tables
-    stops: Int[Array, " stops"]  # token ids that end a sequence
+    # The block tables: page numbers within a layer.
+    tables: Int[np.ndarray | Array, "slots pages"]
+    # Token ids that end a sequence.
+    stops: Int[Array, " stops"]
 
 
 class Layout(NamedTuple):
-    """The static sizes that a program is compiled for, besides the shapes of its arguments."""
+    """The static layout of the pages. Programs are compiled for one layout."""
 
     num_pages: int
     page_tokens: int
@@ -95,31 +108,37 @@ class DecodeProgram(NamedTuple):
     """The static arguments that a decode program is compiled for."""
 
     layout: Layout
+    # Decode steps per call.
     steps: int
-    filtered: bool  # whether a slot draws from a part of the vocabulary
+    # Whether at least one slot has a sampling filter.
+    filtered: bool
 
 
 def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
-    """Check that the kernel can read the heads of a device. Raises UserError.
+    """Check that the kernel can read the key and value heads of one device.
 
-    It reads whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those.
+    `tensor` is the number of devices that share the heads, and `dtype` is the type of the cache. The
+    kernel packs heads into words of 32 bits. It can read 1, 2, 4 or a multiple of 8 words. Raises
+    UserError otherwise.
     """
-    heads = 2 * config.num_kv_heads // tensor  # of keys and of values
+    # Heads on one device, counting keys and values.
+    heads = 2 * config.num_kv_heads // tensor
     heads_per_word = 4 // jnp.dtype(dtype).itemsize
     words = heads // heads_per_word
     if heads % heads_per_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
             f"{config.num_kv_heads} key and value heads over engine.tensor_parallel_size {tensor} "
-            f"are {heads // 2} a device, and the TPU kernel cannot read so many of "
+            f"are {heads // 2} per device, and the TPU kernel cannot read this number of heads in "
             f"{jnp.dtype(dtype).name}: lower engine.tensor_parallel_size or use another "
             "engine.cache_dtype"
         )
 
 
 class RaggedEngine(Engine):
-    """The engine on TPU, see `Engine`.
+    """The engine for TPUs. See `Engine` for the interface.
 
-    Pages are the only memory: nothing is loaded, and nothing needs to be flushed.
+    The pages are the only KV cache. The programs write into them directly, so there is nothing to
+    load before prefill and nothing to flush afterwards.
     """
 
     def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
@@ -130,8 +149,8 @@ class RaggedEngine(Engine):
 
     def reset_cache(self) -> None:
         self._tables[:] = 0
-        # A call that failed may have taken the pages over. Otherwise they stay: there is no room
-        # for a second copy.
+        # A program that failed may have deleted its donated buffer. Then allocate new pages.
+        # Otherwise keep the array, because the memory has no room for a second one.
         if self._pages.is_deleted():
             self._pages = self._empty_pages()
 
@@ -144,19 +163,21 @@ class RaggedEngine(Engine):
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Compute the tokens of all rows in one call, and write them into the pages."""
         for row in rows:
             self._tables[row.slot, : len(row.pages)] = row.pages
         rows = [row for row in rows if len(row.tokens)]
         if not rows:
             return
 
-        # The arrays of the call: the tokens of all rows one after the other, filled up to `size`.
+        # Build the arrays of the call: the tokens of all rows, concatenated and padded to `size`.
         num_tokens = sum(len(row.tokens) for row in rows)
         largest = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
         size = base.bucket(num_tokens, MIN_PREFILL_TOKENS, largest)
         tokens = np.zeros(size, np.int32)
         positions = np.zeros(size, np.int32)
-        out_of_bounds = self.num_pages * self.page_tokens  # padding is written nowhere
+        # The target of padding is out of bounds, so padding is not written.
+        out_of_bounds = self.num_pages * self.page_tokens
         targets = np.full(size, out_of_bounds, np.int32)
         query_ends = np.zeros(self.slots + 1, np.int32)
         lengths = np.zeros(self.slots, np.int32)
@@ -190,6 +211,7 @@ class RaggedEngine(Engine):
             )
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        """Generate up to `decode_steps` tokens for every running slot, see `Engine.decode`."""
         filtered = base.filtered(state)
         self._programs.add(("decode", filtered))
         call = DecodeCall(state, self._tables, self._stops)
@@ -206,7 +228,7 @@ class RaggedEngine(Engine):
         return jax.tree.map(np.array, (state, decoded))
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
-        """Do nothing: what is computed lies in its pages already."""
+        """Do nothing, because the programs write into the pages directly."""
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
@@ -214,6 +236,7 @@ class RaggedEngine(Engine):
             self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
     def _empty_pages(self) -> Array:
+        """Allocate the pages of all layers, filled with zeros."""
         sharding = None
         if self.mesh is not None:
             sharding = NamedSharding(self.mesh, PAGES_SPEC)
@@ -221,7 +244,10 @@ class RaggedEngine(Engine):
 
 
 def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, int]:
-    """Return [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]."""
+    """Return the shape of the pages: [layers x num_pages, page_tokens, 2 x kv_heads, head_dim].
+
+    The head dimension is rounded up to a multiple of LANES.
+    """
     head_dim = -(-config.head_dim // LANES) * LANES
     return (
         config.num_layers * layout.num_pages,
@@ -235,13 +261,17 @@ def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, i
 def _copy(
     pages: Pages, sources: Int[Array, " moves"], targets: Int[Array, " moves"], *, num_pages: int
 ) -> Pages:
-    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # of each layer
+    """Copy the pages `sources` to the pages `targets`, in all layers."""
+    # The index of page 0 of each layer.
+    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]
     return pages.at[first_pages + targets].set(pages[first_pages + sources])
 
 
 @functools.partial(jax.jit, static_argnames=("num_pages",), donate_argnames=("pages",))
 def _clear(pages: Pages, broken: Int[Array, " pages"], *, num_pages: int) -> Pages:
-    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # of each layer
+    """Set the pages `broken` to zero, in all layers."""
+    # The index of page 0 of each layer.
+    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]
     return pages.at[first_pages + broken].set(0)
 
 
@@ -256,7 +286,7 @@ def _prefill(
     *,
     layout: Layout,
 ) -> Pages:
-    """Return the pages after writing the keys and values of these tokens at their targets."""
+    """Compute the keys and values of the new tokens, and write them into the pages."""
     decoder = nnx.merge(graph, weights)
     attend = scaled(_attend(layout, new_tokens.targets, sequences, BLOCK_QUERIES), scales)
     tokens = new_tokens.ids[None]
@@ -274,7 +304,10 @@ def _decode(
     *,
     program: DecodeProgram,
 ) -> tuple[Pages, SlotState, Decoded]:
-    """Generate up to `program.steps` tokens for every running slot."""
+    """Generate up to `program.steps` tokens for every running slot.
+
+    Returns (pages, new state, tokens [steps, slots]).
+    """
     decoder = nnx.merge(graph, weights)
     layout = program.layout
     filters = None
@@ -283,7 +316,8 @@ def _decode(
     slots = call.state.token.shape[0]
     page_tokens = layout.page_tokens
     out_of_bounds = layout.num_pages * page_tokens
-    query_ends = jnp.arange(slots + 1, dtype=jnp.int32)  # one query for each slot
+    # Each slot has one query.
+    query_ends = jnp.arange(slots + 1, dtype=jnp.int32)
 
     def step(carry: tuple[Array, SlotState], _: None) -> tuple:
         pages, state = carry
@@ -291,7 +325,8 @@ def _decode(
         page_index = (state.position // page_tokens)[:, None]
         page = jnp.take_along_axis(call.tables, page_index, axis=1)[:, 0]
         target = page * page_tokens + state.position % page_tokens
-        # An idle slot writes nowhere, reads one token, and its result is not used.
+        # An idle slot writes out of bounds, that is, nowhere. It reads one token, and its result is
+        # not used.
         targets = jnp.where(running, target, out_of_bounds)
         lengths = jnp.where(running, state.position + 1, 1)
         sequences = Sequences(lengths, call.tables, query_ends, jnp.full(1, slots, jnp.int32))
@@ -313,9 +348,10 @@ def _write(
     value: Array,
     targets: np.ndarray | Array,
 ) -> Array:
-    """Return the pages with new keys and values, [tokens, kv_heads, head_dim], in one layer.
+    """Write the new keys and values of one layer, [tokens, kv_heads, head_dim], into the pages.
 
-    `targets` are their places in that layer. A place beyond its last page is not written.
+    `targets` are the places in this layer: page x page_tokens + offset in the page. A target after
+    the last page is not written.
     """
     page_head_dim = pages.shape[3]
     keys_values = jnp.stack(
@@ -323,7 +359,7 @@ def _write(
     )
     keys_values = keys_values.reshape(key.shape[0], -1, page_head_dim)
 
-    # The places in all layers together.
+    # Turn the places of this layer into places in the array of all layers.
     flat = pages.reshape(-1, *pages.shape[2:])
     layer_tokens = layout.num_pages * layout.page_tokens
     is_in_bounds = targets < layer_tokens
@@ -333,7 +369,7 @@ def _write(
 
 
 def _pad_heads(array: Array, head_dim: int) -> Array:
-    """Fill heads up to `head_dim` with zeros."""
+    """Pad the last axis of [tokens, heads, n] with zeros to `head_dim`."""
     return jnp.pad(array, ((0, 0), (0, 0), (0, head_dim - array.shape[2])))
 
 
@@ -343,10 +379,11 @@ def _attend(
     sequences: Sequences,
     block_queries: int,
 ) -> Callable:
-    """Return `attend(layer, query, key, value, pages)`, which writes and reads the pages.
+    """Return the attention function `attend(layer, query, key, value, pages)`.
 
-    It writes the new keys and values, attends over the pages, and returns (mixed values, pages).
-    All arrays but the pages are [1, tokens, heads, head_dim].
+    It writes the new keys and values into the pages at `targets`, computes attention over the
+    pages, and returns (mixed values, pages). All arrays except the pages are [1, tokens, heads,
+    head_dim]. `block_queries` is the number of queries per block of the kernel.
     """
     pages_per_block = min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1])
     pages_per_block = max(1, pages_per_block)
@@ -361,7 +398,7 @@ def _attend(
         sequences: Sequences,
     ) -> tuple[Array, Array]:
         pages = _write(layout, layer, pages, key=key, value=value, targets=targets)
-        # With a scale, the kernel computes in the type of the queries.
+        # If a scale is given, the kernel converts keys and values to the type of the queries.
         scale = None if pages.dtype == query.dtype else 1.0
         mixed = ragged_paged_attention(
             _pad_heads(query, pages.shape[3]),
@@ -379,7 +416,7 @@ def _attend(
         )
         return mixed[..., : query.shape[2]], pages
 
-    # Over a mesh, every device attends with its own heads.
+    # With a mesh, each device computes attention for its own heads.
     attend_on_devices = attend_on_device
     if layout.mesh is not None:
         heads: Any = PartitionSpec(None, "tensor", None)

@@ -1,1 +1,1 @@
-"""JetStream: its engine interface around our engine, and its gRPC protocol."""
+"""JetStream: its engine interface, a generator that uses this interface, and its gRPC protocol."""

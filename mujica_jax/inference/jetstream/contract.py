@@ -1,34 +1,38 @@
-"""The interface of foreign engines, which `engine.factory` names.
+"""The interface that a user's own engine must implement (`engine.factory`).
 
-`engine.factory` names a function. It is called once with an `EngineRequest` and returns a
-`jetstream.engine.engine_api.Engine`. The generator then calls, all from one thread:
+The setting `engine.factory` names a function. The function is called once with an `EngineRequest`
+and must return a `jetstream.engine.engine_api.Engine`. The generator then calls these methods of
+the engine, all from one thread:
 
-- `load_params(weights)`, before the first prompt and again for every new policy, while nothing
-  runs. `weights` maps the names of Hugging Face tensors, as in `model.safetensors`, to float32
-  numpy arrays. The result is passed to `prefill` and `generate` as `params`. The parameter must
-  have a name: with `*args` alone a new policy could be ignored.
-- `init_decode_state()`, after `load_params`: nothing runs and nothing is cached. It is called again
-  between units of work.
-- `prefill(params=, padded_tokens=, true_length=)` for one prompt. The prompt is padded with 0 to a
-  power of two, or to `max_prefill_length` if that is shorter. No token is put before it. The result
-  is the prefix, or a pair `(prefix, ResultTokens)` with the first token, as in later versions of
-  JetStream and in MaxText's MaxEngine.
-- `insert(prefix, decode_state, slot=)`.
-- `generate(params, decode_state)`, which gives one token or several for each slot. A slot whose
-  tokens are not valid, without a stop token before them, has ended with numbers that are not
-  finite.
-- `free_resource(slot)`, if the engine has it, when a slot's request is over.
+- `load_params(weights)` loads a policy. It is called before the first prompt, and again for every
+  new policy while no request runs. `weights` maps the names of Hugging Face tensors, as in
+  `model.safetensors`, to float32 numpy arrays. The result is passed to `prefill` and `generate` as
+  `params`. The method must name its parameter. A method with only `*args` is rejected, because it
+  might ignore a new policy.
+- `init_decode_state()` returns the state of an idle engine with an empty cache. It is called after
+  `load_params`, and again before each unit of work.
+- `prefill(params=, padded_tokens=, true_length=)` computes one prompt. `padded_tokens` is the
+  prompt, padded with 0 to a power of two or to `max_prefill_length`, whichever is shorter. No
+  begin-of-sequence token is added. The result is the prefix, or a pair `(prefix, ResultTokens)`
+  with the first generated token, as in later versions of JetStream and in MaxText's MaxEngine.
+- `insert(prefix, decode_state, slot=)` puts a prefix into a slot and returns the new decode state.
+- `generate(params, decode_state)` generates one or more tokens for each slot. If the tokens of a
+  slot become invalid without a stop token before them, the generator ends the request with an
+  error: the policy's numbers were not finite, or the engine's cache is full.
+- `free_resource(slot)` is called when the request of a slot has ended, if the engine has this
+  method.
 
-Optional, beyond JetStream's interface:
+An engine may also offer these members, which are not part of JetStream's interface:
 
-- An attribute `capabilities` of type `Capabilities`. Without it, all requests are sampled greedily
-  and alike.
-- With `capabilities.sampling_per_request`, `insert` takes `sampling=SamplingParams` too. Then
-  `prefill` returns the prefix alone, because the first token is also drawn as the request says.
-- `insert` may raise `NoRoomError` if memory is short: the generator tries again when a request has
-  ended.
+- An attribute `capabilities` of type `Capabilities`. Without it, the engine decodes all requests
+  greedily.
+- If `capabilities.sampling_per_request` is True, `insert` also takes `sampling=SamplingParams`.
+  Then `prefill` must return the prefix alone, because the first token is sampled with the settings
+  of the request too.
+- `insert` may raise `NoRoomError` if memory is short. The generator tries again when another
+  request has ended.
 - A method `counters()` that returns `EngineCounters`.
-- A method `release_params()` that drops the engine's own copy of the last policy.
+- A method `release_params()` that frees the engine's own copy of the weights.
 """
 
 import dataclasses
@@ -40,28 +44,38 @@ from mujica_jax.models.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """The engine that is asked for. The weights come later, through `load_params`."""
+    """The engine that the factory should make. The weights follow later, through `load_params`."""
 
     model: DecoderConfig
     tokenizer: Tokenizer
-    slots: int  # requests that run at a time: `max_concurrent_decodes` is at least this
-    positions: int  # tokens of a prompt and its completion; prompts may be almost as long
+    # Number of requests that run at the same time. `max_concurrent_decodes` must be at least this.
+    slots: int
+    # Largest number of tokens of a request, prompt and completion together. A prompt may have up to
+    # positions - 1 tokens.
+    positions: int
+    # Token ids that end a completion.
     stop_token_ids: frozenset[int]
-    dtype: str  # type of the computation, as in "bfloat16"
-    # all settings of the section `engine`, for those that this engine has a use for
+    # Compute type, such as "bfloat16".
+    dtype: str
+    # All settings of the section `engine`. The factory may use any of them.
     engine: EngineConfig
-    reserved_bytes: int  # of each device, for what else the program will hold there
+    # Bytes of each device that the engine must leave free for the rest of the program.
+    reserved_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineCounters:
-    """Counters that JetStream's interface does not have, counted since the engine was made."""
+    """Counters of an engine since it was made. JetStream's interface has no such counters."""
 
-    prefilled_tokens: int  # prompt tokens computed, not found in memory
-    free_pages: int  # of KV memory, now
+    # Prompt tokens that were computed. The others were found in the prefix cache.
+    prefilled_tokens: int
+    # Pages of the KV cache that are empty now.
+    free_pages: int
+    # Pages that were evicted from the prefix cache.
     evicted_pages: int
+    # Programs that the engine compiled.
     compiled_programs: int
 
 
 class NoRoomError(Exception):
-    """Memory is too short for one more request at present."""
+    """The memory is too small for one more request, until another request ends."""

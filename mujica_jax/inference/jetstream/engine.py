@@ -1,38 +1,37 @@
-"""JetStream's engine interface around one of our engines.
+"""An adapter: the project's own engine behind JetStream's engine interface.
 
-Our own generator (`generator.py`) and JetStream's orchestrator can drive it. Differences from the
-engines that JetStream was written for:
+Two programs can use it: the generator of this package (`generator.py`) and JetStream's own
+orchestrator. It differs from other engines with this interface in these points:
 
-- A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert`
-  notes it for its slot. The next `generate` computes all prompts that were inserted since the last
-  one, in whole calls of the engine, and then decodes. One prompt a call would leave most of a call
-  empty. The native scheduler does more: it computes a long prompt in chunks between decode calls,
-  so that streams wait less.
-- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt
-  that the new one continues.
-- Pages and their tree of prefixes are those of the native generator: a common beginning of several
-  prompts is computed once, also when they come together. What a slot computed stays in the tree for
-  later requests.
-- The engine holds the weights itself: `params` is the result of `load_params`, which also takes a
-  new policy.
-- `insert` takes `sampling=SamplingParams`: the request's own temperature, filters, seed and limit.
-- A call generates up to `decode_steps` tokens a slot. A slot whose numbers are not finite is not
-  valid any more.
+- A prefix holds token ids instead of arrays. `prefill` only checks the prompt, and `insert` only
+  records it for its slot. The next call of `generate` computes all recorded prompts together, then
+  decodes. This fills the prefill calls of the engine, where one prompt would leave most of a call
+  empty. (The native scheduler also splits long prompts into chunks between decode calls, so that
+  streams wait less. This adapter does not.)
+- A prefix costs no memory, so it may be dropped or sent to another engine. Pass `existing_prefix`
+  to `prefill` if the new prompt continues an earlier one.
+- The pages and the prefix cache are the same as in the native scheduler. A common prefix of several
+  prompts is computed once, even if they arrive together. The pages of a finished request stay in
+  the prefix cache.
+- The engine holds the weights itself. `load_params` sets a new policy, and its result must be
+  passed as `params`.
+- `insert` takes `sampling=SamplingParams`: the temperature, filters, seed and token limit of the
+  request.
+- A call of `generate` generates up to `decode_steps` tokens per slot. If the numbers of a slot are
+  not finite, its tokens are marked as invalid.
 
-Our generator frees a slot with `free_resource` as soon as its request is over. So only running
-requests need pages, each request has as many as its prompt and its limit need, and `insert` raises
-`NoRoomError` if there are too few at present.
+**With the generator of this package**, `free_resource` frees a slot as soon as its request has
+ended. So only running requests occupy pages. Each request gets enough pages for its prompt and its
+token limit, and `insert` raises `NoRoomError` if there are too few.
 
-JetStream's orchestrator (up to 0.2.2) does not free slots, has one limit for all requests, counts
-single steps, and ends its process on any exception. For the orchestrator, make the engine with
-`sampling`. Then there must be pages for every slot at full length, and one decode step a call. A
-prompt that cannot be served becomes an empty prefix, which is answered with no token, and the
-reason is logged.
+**With JetStream's orchestrator** (up to version 0.2.2), make the engine with `sampling`. The
+orchestrator does not free slots, so there must be pages for every slot at full length. It has one
+token limit for all requests. It counts single decode steps, so `decode_steps` must be 1. It exits
+on any exception, so `prefill` turns an invalid prompt into an empty prefix. Such a request gets an
+empty answer, and the reason is logged. The orchestrator calls `prefill` and `generate` from
+different threads, so a lock separates the calls of the engine.
 
-The orchestrator prefills and generates in different threads. A lock keeps calls of the engine
-apart.
-
-Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does not need it.
+Importing this module imports TensorFlow (through seqio). `server.py` does not need it.
 """
 
 import dataclasses
@@ -56,71 +55,84 @@ from mujica_jax.inference.requests import RequestError, SamplingParams, check_pa
 from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
 from mujica_jax.models.tokenizer import Tokenizer
 
-# JetStream's orchestrator calls it after every insert. JAX has dropped the name.
+# JetStream's orchestrator calls `jax.tree_map` after every insert, but JAX has removed this name.
 if not hasattr(jax, "tree_map"):
     jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
 
 NO_TOKENS = np.zeros(0, np.int32)
-# JetStream puts a token "beginning of sequence" before every prompt. This one marks it, so that it
-# can be taken away again: prompts are computed as they were sent.
+# JetStream puts a begin-of-sequence token in front of every prompt. This value stands for that
+# token, so that `prefill` can recognise and remove it.
 NO_TOKEN = -1
-ORCHESTRATOR_PREFILL_LENGTH = 2**15  # JetStream's orchestrator pads prompts to no more
+# Longest padded prompt of JetStream's orchestrator, in tokens.
+ORCHESTRATOR_PREFILL_LENGTH = 2**15
 
-# Protobuf makes its classes at import, where a type checker does not see them.
+# Protobuf creates its classes at import time, so type checkers cannot see them.
 messages: Any = tokenizer_pb2
 logger = logging.getLogger(__name__)
 
 
-# A static node has no leaves, so JetStream finds no arrays to map over, move or delete.
+# Registered as a static node, a prefix has no leaves. So JetStream finds no arrays in it to move or
+# delete.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """The token ids of a prompt."""
 
-    tokens: tuple[int, ...]  # empty: a prompt that was refused
+    # Empty for a prompt that was rejected.
+    tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(eq=False)
 class _Running(PagedSequence):
-    """A request in a slot of JetStream."""
+    """A request in one of JetStream's slots."""
 
     max_new_tokens: int
     sampling: SamplingParams
-    engine_slot: int = -1  # its slot in our engine, once its prompt is computed
+    # The slot in the project's engine. -1 until the request has pages.
+    engine_slot: int = -1
+    # The generated token ids.
     generated: list[int] = dataclasses.field(default_factory=list)
-    is_finite: bool = True  # all its log-probabilities
+    # Whether all log-probabilities so far are finite.
+    is_finite: bool = True
 
     @property
     def capacity_tokens(self) -> int:
+        """Largest number of tokens of the sequence, prompt and completion together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def is_known_finite(self) -> bool:
-        """Whether what it computed is finite. This is not known before its first token."""
+        """Whether the keys and values are known to be finite. Unknown before the first token."""
         return bool(self.generated) and self.is_finite
 
     @property
     def computed_tokens(self) -> np.ndarray:
-        """The tokens whose keys and values are computed: all but the last."""
+        """The token ids whose keys and values are in the KV cache: all except the last."""
         return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])[:-1]
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeState:
-    """The requests of every slot.
+    """The requests in all slots.
 
-    Calls change it and return it. As with a donated array, only the last one is valid.
+    The engine's methods change the state in place and return it. Only the state that
+    `init_decode_state` returned last is valid, as with a donated array.
     """
 
-    slots: SlotState  # of our engine
-    running: dict[int, _Running]  # by JetStream's slot
-    pending: dict[int, _Running]  # the running requests whose prompts are not computed
-    ended: list[_Running]  # their pages are released before the next call
-    generated: Int[np.ndarray, " slots"]  # tokens since the slot was filled, by JetStream's slot
+    # The decode state of the project's engine.
+    slots: SlotState
+    # The running requests, by JetStream's slot.
+    running: dict[int, _Running]
+    # Those running requests whose prompts are not computed yet, by JetStream's slot.
+    pending: dict[int, _Running]
+    # Requests that have ended. Their pages are released before the next call.
+    ended: list[_Running]
+    # Number of tokens generated since the slot was filled, by JetStream's slot.
+    generated: Int[np.ndarray, " slots"]
 
 
 class JetStreamEngine(engine_api.Engine):
-    """See the module's docstring."""
+    """The project's engine with JetStream's interface. See the module docstring."""
 
     capabilities = Capabilities(sampling_per_request=True, log_probabilities=False)
 
@@ -134,9 +146,11 @@ class JetStreamEngine(engine_api.Engine):
     ) -> None:
         """Wrap an engine.
 
-        `sampling` holds for all requests of JetStream's orchestrator, its limit of new tokens
-        included. The first request has its seed, and each later request the next seed. Without
-        `sampling` every insert brings its own. Without a tokenizer prompts are token ids.
+        Pass `sampling` for JetStream's orchestrator: it holds the sampling settings and the token
+        limit of all requests. Request i uses the seed `sampling.seed` + i, from 0. Without it, each
+        call of `insert` must pass its own settings. Without `tokenizer`, prompts must be token ids.
+        `prefix_reuse` turns the prefix cache on. Raises ValueError if JetStream's orchestrator
+        cannot use the engine.
         """
         if sampling is not None:
             check_params(sampling)
@@ -146,17 +160,19 @@ class JetStreamEngine(engine_api.Engine):
         self._tokenizer = tokenizer
         self._prefix_reuse = prefix_reuse
         self._weights = engine.weights
-        self._inserted = 0  # requests since the engine was made
+        # Requests that were inserted since the engine was made.
+        self._inserted = 0
         self._prefilled_tokens = 0
-        self._evicted_pages = 0  # before the last decode state
+        # Pages that were evicted before the current decode state was made.
+        self._evicted_pages = 0
         self._pages = BlockAllocator(engine.num_pages, engine.page_tokens)
         self._lock = threading.Lock()
         self._state = self.init_decode_state()
 
     def load_params(self, weights: nnx.State | None = None) -> nnx.State:
-        """Return the policy, after replacing it if `weights` are given.
+        """Replace the policy if `weights` is given, and return the engine's weights.
 
-        A new policy needs a new decode state.
+        After a replacement, call `init_decode_state` before the next prompt.
         """
         if weights is not None:
             with self._lock:
@@ -165,13 +181,13 @@ class JetStreamEngine(engine_api.Engine):
         return self._weights
 
     def release_params(self) -> None:
-        """Give the policy's memory back; `load_params` brings the next one."""
+        """Free the memory of the weights. The engine cannot run again before `load_params`."""
         with self._lock:
             self._engine.release_weights()
             self._weights = self._engine.weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        """Return a decode state in which nothing runs and nothing is cached."""
+        """Empty the cache, and return a decode state without requests."""
         with self._lock:
             self._engine.reset_cache()
             self._evicted_pages += self._pages.evicted
@@ -188,10 +204,11 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Num[np.ndarray | jax.Array, " padded"],
         true_length: int,
     ) -> Prefix:
-        """Return the prefix of a prompt, which follows `existing_prefix` if there is one.
+        """Check a prompt, and return it as a prefix. Nothing is computed yet.
 
-        A prompt that cannot be served raises RequestError. For JetStream's orchestrator it gives an
-        empty prefix.
+        The prompt is the first `true_length` of `padded_tokens`. It is appended to
+        `existing_prefix` if there is one. Raises RequestError for a prompt that cannot be served.
+        For JetStream's orchestrator it returns an empty prefix instead.
         """
         self._check_weights(params)
         try:
@@ -213,9 +230,9 @@ class JetStreamEngine(engine_api.Engine):
         *,
         sampling: SamplingParams | None = None,
     ) -> DecodeState:
-        """Let a slot decode after this prefix. A request that ran there before is ended.
+        """Put a prefix into a slot. An earlier request in this slot ends.
 
-        Raises NoRoomError if memory is short at present: then nothing runs there.
+        Raises NoRoomError if there are too few pages at present. The slot is then idle.
         """
         state = self._check_state(decode_state)
         with self._lock:
@@ -230,10 +247,10 @@ class JetStreamEngine(engine_api.Engine):
         return state
 
     def free_resource(self, slot: int) -> None:
-        """End the request of a slot. What it computed stays in the prefix cache.
+        """End the request of a slot. Its keys and values stay in the prefix cache.
 
-        Its pages are released with those of other slots before the next call, or now if nothing
-        else runs.
+        Its pages are released before the next call, together with the pages of other slots. If no
+        other request runs, they are released now.
         """
         with self._lock:
             self._end(self._state, slot)
@@ -243,9 +260,9 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Compute the prompts that were inserted, then decode every slot that runs.
+        """Compute the prompts that were inserted, then decode all running slots.
 
-        Each slot gets up to `decode_steps` tokens. The results of idle slots are not valid.
+        Each slot gets up to `decode_steps` tokens. The tokens of idle slots are marked as invalid.
         """
         self._check_weights(params)
         state = self._check_state(decode_state)
@@ -265,6 +282,7 @@ class JetStreamEngine(engine_api.Engine):
         return state, result
 
     def counters(self) -> EngineCounters:
+        """Return the counters of the engine."""
         return EngineCounters(
             prefilled_tokens=self._prefilled_tokens,
             free_pages=self._pages.free,
@@ -273,86 +291,99 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def get_tokenizer(self) -> Any:
+        """Return no parameters, because `build_tokenizer` needs none."""
         return messages.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
+        """Return the tokenizer for JetStream's orchestrator."""
         stop_token_ids = self._engine.stop_token_ids
         if self._sampling is not None:
             stop_token_ids = stop_token_ids | set(self._sampling.stop_token_ids)
         return JetStreamTokenizer(self._tokenizer, stop_token_ids)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
+        """Return the sharding of a prefix: one copy on the first device."""
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     @property
     def max_concurrent_decodes(self) -> int:
+        """The number of slots."""
         return self._engine.slots
 
     @property
     def samples_per_slot(self) -> int:
+        """Each slot generates one completion."""
         return 1
 
     @property
     def max_prefill_length(self) -> int:
-        """The largest length that prompts are padded to.
+        """The largest length of a padded prompt, in tokens.
 
-        A prompt may have any length that leaves room for one token.
+        The prompt itself must leave room for one generated token.
         """
         length = prefill_length(self._engine.positions)
         return length if self._sampling is None else min(length, ORCHESTRATOR_PREFILL_LENGTH)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The first device. A prefix would be sent there if it held arrays."""
+        """A mesh of the first device, where JetStream would move the arrays of a prefix."""
         return jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("all",))
 
     @property
     def colocated_cpus(self) -> None:
+        """No CPUs for JetStream to use."""
         return None
 
     def _check_weights(self, params: Any) -> None:
+        """Check that `params` are the engine's current weights. Raises ValueError otherwise."""
         if params is not self._weights:
             raise ValueError(
-                "the engine holds its weights itself: call it with what load_params gave"
+                "params are not the weights of this engine: pass what load_params gave"
             )
 
     def _check_state(self, decode_state: DecodeState) -> DecodeState:
-        """Return the decode state. Raises ValueError if it is not the last one."""
+        """Return the decode state. Raises ValueError if a later one has replaced it."""
         if decode_state is not self._state:
             raise ValueError(
-                "this decode state was replaced: use what the last init_decode_state gave"
+                "this decode state was replaced: use the result of the last init_decode_state"
             )
         return decode_state
 
     def _read_prompt(
         self, prefix: Prefix | None, *, padded: np.ndarray, true_length: int
     ) -> Int[np.ndarray, " tokens"]:
-        """Return the tokens of a prompt, with those of its prefix. Raises RequestError."""
+        """Return the token ids of a prompt, after those of `prefix`.
+
+        Raises RequestError if the prompt cannot be served.
+        """
         if true_length > len(padded):
             raise RequestError(
-                f"it has {true_length} tokens and JetStream kept the last {len(padded)}: send fewer"
+                f"the prompt has {true_length} tokens and JetStream kept only the last "
+                f"{len(padded)}: send a shorter prompt"
             )
         prompt = padded[:true_length].astype(np.int64)
         if len(prompt) and prompt[0] == NO_TOKEN:
             prompt = prompt[1:]
         if prefix is not None:
             if not prefix.tokens:
-                raise RequestError("it goes on from a prompt that was refused")
+                raise RequestError("the prompt continues a prompt that was rejected")
             prompt = np.concatenate([np.asarray(prefix.tokens, np.int64), prompt])
         check_prompt(prompt.tolist(), self._engine.config.vocab_size)
         if len(prompt) >= self._engine.positions:
             raise RequestError(
-                f"its {len(prompt)} tokens leave no room in the {self._engine.positions} positions"
+                f"the prompt's {len(prompt)} tokens leave no room for a completion in the "
+                f"{self._engine.positions} positions: send a shorter prompt"
             )
         return prompt.astype(np.int32)
 
     def _new_request(
         self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None
     ) -> _Running:
+        """Return a request for a prompt, with its own sampling settings or those of the engine."""
         if sampling is None:
             if self._sampling is None:
                 raise ValueError(
-                    "this engine has no sampling for all requests: insert with "
+                    "this engine was made without sampling settings: insert with "
                     "sampling=SamplingParams"
                 )
             sampling = dataclasses.replace(
@@ -362,9 +393,10 @@ class JetStreamEngine(engine_api.Engine):
         return _Running(prompt, max_new_tokens, sampling)
 
     def _check_room(self, state: DecodeState, new_request: _Running) -> None:
-        """Check that there are pages for all prompts that will be computed. Raises NoRoomError.
+        """Check that there are enough pages for the new request and all pending ones.
 
-        Each prompt counts in full, whether or not some of them share pages.
+        Each request counts with all of its pages, even if some requests share pages. Raises
+        NoRoomError otherwise.
         """
         pages_of_new_request = self._pages.needed(new_request.capacity_tokens)
         needed_pages = pages_of_new_request
@@ -372,12 +404,13 @@ class JetStreamEngine(engine_api.Engine):
             needed_pages += self._pages.needed(request.capacity_tokens)
         if needed_pages > self._pages.available:
             raise NoRoomError(
-                f"prompt and limit need {pages_of_new_request} pages of KV memory, and of "
-                f"{self._pages.count} only {self._pages.available} can be had"
+                f"prompt and completion need {pages_of_new_request} pages of KV cache, and of "
+                f"{self._pages.count} only {self._pages.available} are available for all inserted "
+                "prompts together"
             )
 
     def _end(self, state: DecodeState, slot: int) -> None:
-        """End the request in JetStream's slot, if there is one.
+        """End the request in one of JetStream's slots, if there is one.
 
         Its pages are released before the next call.
         """
@@ -389,7 +422,7 @@ class JetStreamEngine(engine_api.Engine):
             state.ended.append(request)
 
     def _release_ended(self, state: DecodeState) -> None:
-        """Release the pages of ended requests. What they computed goes to the prefix cache."""
+        """Release the pages of ended requests, and put their contents into the prefix cache."""
         flush_rows = []
         for request in state.ended:
             start = request.flushed_tokens
@@ -414,7 +447,8 @@ class JetStreamEngine(engine_api.Engine):
     def _prefill_pending(self, state: DecodeState) -> None:
         """Compute all prompts that were inserted.
 
-        Of several prompts with a common beginning, one is computed before the others.
+        If several prompts have a common prefix, one of them is computed first, so that the others
+        find the prefix in the cache.
         """
         while state.pending:
             batch = self._next_batch(state)
@@ -425,7 +459,10 @@ class JetStreamEngine(engine_api.Engine):
             self._prefill_batch(state, requests)
 
     def _next_batch(self, state: DecodeState) -> dict[int, _Running]:
-        """Return the inserted prompts that need no page which another one of them computes."""
+        """Return pending requests, by JetStream's slot, that can be computed at the same time.
+
+        A request is left out if its next missing page will be computed by another one.
+        """
         batch: dict[int, _Running] = {}
         being_computed: set[int] = set()
         for slot, request in state.pending.items():
@@ -439,7 +476,7 @@ class JetStreamEngine(engine_api.Engine):
         return batch
 
     def _allocate(self, state: DecodeState, batch: Sequence[_Running]) -> None:
-        """Give each of these requests a block table and a slot of our engine."""
+        """Give each request of a batch a block table and a slot of the project's engine."""
         slots_in_use = {request.engine_slot for request in state.running.values()}
         free_slots = [slot for slot in range(self._engine.slots) if slot not in slots_in_use]
         copies = []
@@ -447,7 +484,7 @@ class JetStreamEngine(engine_api.Engine):
             block_table = self._pages.allocate(
                 request.prompt, request.capacity_tokens, reuse=self._prefix_reuse
             )
-            assert block_table is not None, "there was room when it was inserted"
+            assert block_table is not None, "insert checked that there are enough pages"
             request.use_pages(block_table)
             if block_table.copied is not None:
                 copies.append(block_table.copied)
@@ -466,7 +503,7 @@ class JetStreamEngine(engine_api.Engine):
             self._engine.copy_pages(copies)
 
     def _prefill_batch(self, state: DecodeState, batch: Sequence[_Running]) -> None:
-        """Compute these prompts. If other prompts wait, put these into the prefix cache."""
+        """Compute the prompts of a batch. Put them into the prefix cache if other prompts wait."""
         in_slots = [(request.engine_slot, request) for request in batch]
         unfinished = in_slots
         while unfinished:
@@ -484,7 +521,7 @@ class JetStreamEngine(engine_api.Engine):
                 self._pages.share(request.block_table, request.prompt[: request.flushed_tokens])
 
     def _decode(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens, which of them are valid), [JetStream's slots, steps]."""
+        """Decode all running slots. Return (token ids, validity), [JetStream's slots, steps]."""
         shape = (self._engine.slots, self._engine.decode_steps)
         tokens = np.zeros(shape, np.int32)
         valid = np.zeros(shape, bool)
@@ -498,7 +535,7 @@ class JetStreamEngine(engine_api.Engine):
             is_finite = np.isfinite(decoded.logprobs[:steps, engine_slot])
             if not is_finite.all():
                 logger.warning(
-                    "the policy gave a log-probability that is not finite: check its weights"
+                    "the policy computed a log-probability that is not finite: check its weights"
                 )
                 request.is_finite = False
             tokens[slot, :steps] = new
@@ -506,7 +543,7 @@ class JetStreamEngine(engine_api.Engine):
             request.generated += new.tolist()
             state.generated[slot] += valid[slot].sum()
             if not request.is_finite or state.slots.remaining[engine_slot] == 0:
-                # The number of tokens stays until the slot is filled again.
+                # Keep the number of generated tokens until the slot is filled again.
                 generated = state.generated[slot]
                 self._end(state, slot)
                 state.generated[slot] = generated
@@ -515,11 +552,13 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Our tokenizer as JetStream calls it. No special token comes out of a text.
+    """The project's tokenizer with JetStream's interface.
 
-    Clients with a chat template send token ids. JetStream puts texts together from single tokens,
-    and bytes of a character only if each is a token of its own. So a character that is spread over
-    longer tokens is shown as U+FFFD. Token ids, and texts of `server.py`, are right in any case.
+    Special tokens are not recognised in a text. Clients with a chat template send token ids.
+
+    JetStream decodes tokens one by one. It joins the bytes of a character only if each byte is a
+    token of its own. A character that is split over longer tokens is shown as U+FFFD. The token ids
+    are always correct, and so are the texts of `server.py`.
     """
 
     def __init__(self, wrapped: Tokenizer | None, stop_token_ids: frozenset[int]) -> None:
@@ -527,6 +566,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         self._stop_token_ids = stop_token_ids
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | jax.Array, int]:
+        """Return (token ids with padding, number of tokens) of a text."""
         if self._wrapped is None:
             logger.warning(
                 "a text is answered with no token: the engine has no tokenizer, send token ids"
@@ -537,46 +577,53 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         return token_utils.pad_tokens(np.asarray(ids, np.int32), self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        """Return the text of the token ids."""
         if self._wrapped is None:
             return ""
         piece = b"".join(self._wrapped.token_bytes(id) for id in token_ids)
         if len(piece) == 1 and piece[0] >= 0x80:
-            return f"<0x{piece[0]:02X}>"  # JetStream waits for the rest of the character
+            # JetStream waits for the rest of a character that is written like this.
+            return f"<0x{piece[0]:02X}>"
         return piece.decode("utf-8", "replace")
 
     @property
     def stop_tokens(self) -> set[int]:
+        """Token ids that end a completion."""
         return set(self._stop_token_ids)
 
     @property
     def pad_id(self) -> int:
+        """Token id of padding."""
         return 0
 
     @property
     def eos_id(self) -> int:
+        """One of the stop tokens, or NO_TOKEN if there is none."""
         return min(self._stop_token_ids, default=NO_TOKEN)
 
     @property
     def bos_id(self) -> int:
+        """The mark that `prefill` removes, in place of a begin-of-sequence token."""
         return NO_TOKEN
 
 
 def _check_for_orchestrator(engine: Engine, sampling: SamplingParams) -> None:
-    """Check that JetStream's orchestrator can drive the engine. Raises ValueError."""
+    """Check that JetStream's orchestrator can use the engine. Raises ValueError otherwise."""
     steps = engine.decode_steps
     if steps != 1:
         raise ValueError(
-            f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1"
+            f"the engine decodes {steps} steps per call and JetStream counts single steps: set "
+            "decode_steps to 1"
         )
     needed_pages = engine.slots * -(-engine.positions // engine.page_tokens)
     if engine.num_pages < needed_pages:
         raise ValueError(
             f"the engine has {engine.num_pages} pages and its {engine.slots} slots need "
-            f"{needed_pages} at full length: JetStream never says when a request is over, so give "
-            "it more memory, or fewer slots or positions"
+            f"{needed_pages} at full length, because JetStream never frees a slot: give the engine "
+            "more memory, or fewer slots or positions"
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
         raise ValueError(
-            "JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server "
-            "for them"
+            "JetStream's orchestrator supports neither stop strings nor deadlines: use "
+            "mujica_jax.inference.jetstream.server.Server for them"
         )

@@ -1,6 +1,7 @@
-"""Make the generator of `engine.kind jetstream`.
+"""Make the generator for `engine.kind jetstream`.
 
-It drives our engine behind JetStream's interface, or an engine that the user names.
+The generator uses either the project's own engine behind JetStream's interface, or the engine that
+the function named by `engine.factory` returns.
 """
 
 import inspect
@@ -41,11 +42,15 @@ def make_jetstream_generator(
     queue_size: int,
     reserved_bytes: int = 0,
 ) -> JetStreamGenerator:
-    """Return a generator that drives the engine of `engine_config` through JetStream's interface.
+    """Make a generator that uses the engine of `engine_config` through JetStream's interface.
 
-    Requests have up to `positions` tokens. A decoder with arrays is the first policy; one without
-    (`nnx.eval_shape`) gives shapes, and `set_weights` brings the policy. Raises UserError for an
-    engine that cannot be used.
+    Requests may have up to `positions` tokens, prompt and completion together. `queue_size` is how
+    many requests may wait before `stream` raises OverloadError. `reserved_bytes` of each device stay
+    free for the rest of the program.
+
+    The weights of `decoder` become the first policy. If `decoder` holds shapes instead of arrays
+    (`nnx.eval_shape`), call `set_weights` before the first prompt. Raises UserError if the engine
+    cannot be made or is not suitable.
     """
     check_context(decoder.config, positions)
     stop_token_ids = frozenset(tokenizer.stop_token_ids)
@@ -91,7 +96,7 @@ def make_jetstream_generator(
 
 
 def without_arrays(decoder: Decoder) -> Decoder:
-    """Return a decoder of the same shapes without its weights."""
+    """Return a copy of a decoder that holds the shapes of the weights instead of the arrays."""
     graph, weights = nnx.split(decoder)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
     return nnx.merge(graph, shapes)
@@ -105,7 +110,7 @@ def _own_engine(
     positions: int,
     reserved_bytes: int,
 ) -> JetStreamEngine:
-    """Return our own engine behind JetStream's interface."""
+    """Make the project's own engine behind JetStream's interface."""
     engine = make_engine(
         without_arrays(decoder),
         engine_config,
@@ -117,13 +122,13 @@ def _own_engine(
 
 
 def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineRequest) -> Any:
-    """Call the user's factory."""
+    """Call the user's factory and return its engine. Raises UserError if it fails."""
     if engine_config.weights != "compute":
         raise UserError(
             f"engine.weights is {engine_config.weights} and {name} gets its weights in float32: "
-            "use engine.weights compute, and let the factory choose what its engine holds"
+            "use engine.weights compute, and let the factory choose the type of the weights"
         )
-    assert engine_config.factory is not None, "asked by the caller"
+    assert engine_config.factory is not None, "checked by the caller"
     try:
         make_foreign_engine = named_object(engine_config.factory, setting="engine.factory")
         engine = make_foreign_engine(request)
@@ -132,7 +137,7 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
     except Exception as error:
         raise UserError(
             f"{name} failed ({describe_error(error)}): it is called with one EngineRequest and "
-            "returns an engine"
+            "must return an engine"
         ) from error
     if not isinstance(engine, engine_api.Engine):
         raise UserError(
@@ -143,16 +148,18 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
 
 
 def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State], Any]:
-    """Return a function that gives a policy to a foreign engine, as Hugging Face tensors by name.
+    """Return a function that passes a policy to the engine of a user's factory.
 
-    Raises UserError if `load_params` has no parameter for them.
+    The function converts the weights to a dictionary of Hugging Face tensors and calls the engine's
+    `load_params`. `graph` is the structure of the decoder. Raises UserError if `load_params` has no
+    named parameter for the weights.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(engine.load_params).parameters.values()
     if not any(parameter.kind in positional for parameter in parameters):
         raise UserError(
-            f"{name} returned an engine whose load_params has no parameter for weights, so that it "
-            "would never see a new policy: define load_params(self, weights)"
+            f"{name} returned an engine whose load_params has no parameter for weights, so it would "
+            "never get a new policy: define load_params(self, weights)"
         )
 
     def load_params(weights: nnx.State) -> Any:
@@ -161,15 +168,15 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
             return engine.load_params(tensors)
         except Exception as error:
             raise UserError(
-                f"{name} made an engine that does not take the weights of this model "
-                f"({describe_error(error)}): make it for EngineRequest.model"
+                f"{name} made an engine that cannot load the weights of this model "
+                f"({describe_error(error)}): make the engine for EngineRequest.model"
             ) from error
 
     return load_params
 
 
 def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None:
-    """Check that an engine is large enough, and can do what it declares. Raises UserError."""
+    """Check the capabilities and the size of an engine. Raises UserError if it is not suitable."""
     try:
         _check_capabilities(name, engine)
         _check_size(name, engine, slots=slots, positions=positions)
@@ -178,12 +185,12 @@ def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None
     except Exception as error:
         raise UserError(
             f"{name} made an engine that does not say how large it is ({describe_error(error)}): "
-            "it needs samples_per_slot, max_concurrent_decodes and max_prefill_length"
+            "define samples_per_slot, max_concurrent_decodes and max_prefill_length"
         ) from error
 
 
 def _check_capabilities(name: str, engine: Any) -> None:
-    """Check that an engine's methods can do what it declares. Raises UserError."""
+    """Check that an engine's methods match its `capabilities`. Raises UserError otherwise."""
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if not isinstance(capabilities, Capabilities):
         raise UserError(
@@ -206,28 +213,28 @@ def _check_capabilities(name: str, engine: Any) -> None:
 
 
 def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
-    """Check that an engine is large enough. Raises UserError."""
+    """Check that an engine has enough slots and long enough prompts. Raises UserError otherwise."""
     if engine.samples_per_slot != 1:
         raise UserError(
-            f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request "
-            "gets one: make it with 1"
+            f"{name} made an engine with {engine.samples_per_slot} samples per slot and each "
+            "request needs exactly one: make the engine with 1"
         )
     if engine.max_concurrent_decodes < slots:
         raise UserError(
             f"{name} made an engine with {engine.max_concurrent_decodes} slots and "
             f"engine.max_num_seqs is {slots}: lower engine.max_num_seqs to "
-            f"{engine.max_concurrent_decodes} or make it with more"
+            f"{engine.max_concurrent_decodes} or make the engine with more slots"
         )
     if engine.max_prefill_length < positions - 1:
         raise UserError(
             f"{name} made an engine for prompts of at most {engine.max_prefill_length} tokens and "
-            f"conversations may have {positions} (agent.max_trajectory_tokens; of serve: "
-            "--max-tokens): lower that or raise its max_prefill_length"
+            f"conversations may have {positions} (agent.max_trajectory_tokens, or --max-tokens of "
+            "serve): lower that setting or raise the engine's max_prefill_length"
         )
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if capabilities.positions is not None and capabilities.positions < positions:
         raise UserError(
-            f"{name} made an engine whose cache holds {capabilities.positions} tokens a slot and "
-            f"conversations may have {positions} (agent.max_trajectory_tokens; of serve: "
-            "--max-tokens): lower that or make it with a longer cache"
+            f"{name} made an engine whose cache holds {capabilities.positions} tokens per slot and "
+            f"conversations may have {positions} (agent.max_trajectory_tokens, or --max-tokens of "
+            "serve): lower that setting or make the engine with a longer cache"
         )

@@ -1,13 +1,14 @@
-"""Drive any engine with JetStream's interface: requests in, completions out.
+"""A generator for any engine with JetStream's interface.
 
-`JetStreamGenerator` is a driver of our own in place of JetStream's orchestrator. It calls the
-engine's `load_params`, `prefill`, `insert` and `generate` from the event loop's thread, in
-submission order. So a run is a function of its requests. A request has stop strings, a deadline and
-a limit of its own, and it can be cancelled. An error of one request ends that request alone.
-`contract` says what an engine must offer.
+`JetStreamGenerator` replaces JetStream's orchestrator. It calls the engine's `load_params`,
+`prefill`, `insert` and `generate` from the thread of the event loop, in the order of submission. So
+the same requests always give the same results. Each request has its own stop strings, deadline and
+token limit, and it can be cancelled. An error in one request ends only this request. `contract.py`
+lists the methods that an engine must have.
 
-A free slot is filled by one `prefill` and one `insert`. Then `generate` is called for all slots
-together. JetStream's interface gives no log-probabilities: completions have none.
+To fill a free slot, the generator calls `prefill` and `insert` once. Then it calls `generate` for
+all slots together. JetStream's interface returns no log-probabilities, so the completions have
+none.
 """
 
 import heapq
@@ -28,24 +29,27 @@ from mujica_jax.inference.sequence import SequenceState
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_PREFILL = 16  # tokens: JetStream pads prompts to powers of two from here on
-# What JetStream's interface promises of every engine.
+# Shortest padded prompt, in tokens. JetStream pads prompts to powers of two from this length on.
+SMALLEST_PREFILL = 16
+# The capabilities of an engine that has only JetStream's interface.
 PLAIN_CAPABILITIES = Capabilities(sampling_per_request=False, log_probabilities=False)
 
 
 class _SlotResult(NamedTuple):
-    """The tokens that one call of the engine generated in one slot."""
+    """The tokens that one call of `generate` or `prefill` returned for one slot."""
 
+    # The valid token ids.
     tokens: list[int]
-    is_complete: bool  # False: a token is not valid, or there is none
+    # False if the call returned an invalid token, or no token at all.
+    is_complete: bool
 
 
 class JetStreamGenerator(QueuedGenerator):
-    """The generator of one engine. `set_weights` comes before the first prompt."""
+    """A generator that uses one engine. Call `set_weights` before the first prompt."""
 
     def __init__(
         self,
-        engine: Any,  # a jetstream.engine.engine_api.Engine, which this module does not import
+        engine: Any,
         limits: RequestLimits,
         *,
         name: str,
@@ -54,10 +58,13 @@ class JetStreamGenerator(QueuedGenerator):
         load_params: Callable[[nnx.State], Any] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """Drive an engine. `name` is its name in messages to the user.
+        """Make a generator with an empty queue.
 
-        `load_params` gives the engine a policy (default: the engine's own method). For the others
-        see `QueuedGenerator`.
+        `engine` is a `jetstream.engine.engine_api.Engine`. (This module does not import that class,
+        because the import loads TensorFlow.) `name` is the engine's name in error messages.
+        `stop_token_ids` end every completion. `load_params` passes a policy to the engine; the
+        default is the engine's own method. For `token_bytes` and `policy_version` see
+        `QueuedGenerator`.
         """
         super().__init__(limits, token_bytes=token_bytes, policy_version=policy_version)
         self._engine = engine
@@ -66,22 +73,25 @@ class JetStreamGenerator(QueuedGenerator):
         self._load_params = engine.load_params if load_params is None else load_params
         self._params: Any = None
         self._decode_state: Any = None
-        self._has_room = True  # False: an insert found memory short, and no request has ended since
+        # False after the engine raised NoRoomError, until a request ends.
+        self._has_room = True
 
     @property
     def capabilities(self) -> Capabilities:
+        """What the engine can do."""
         return getattr(self._engine, "capabilities", PLAIN_CAPABILITIES)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end every completion."""
         return self._stop_token_ids
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """The generator's own counters, and those of the engine if it has any.
+        """The counters of the generator, and those of the engine if it has any.
 
-        Without the engine's counters every prompt counts as computed, because whole prompts are
-        passed to the engine, and its memory and its programs are not known.
+        If the engine has no counters, all prompt tokens count as computed, and the numbers of pages
+        and programs are None.
         """
         counts = dict(self._counts)
         counters = self._engine.counters() if hasattr(self._engine, "counters") else None
@@ -98,20 +108,22 @@ class JetStreamGenerator(QueuedGenerator):
         )
 
     def reset_cache(self) -> None:
-        """Make an empty decode state, while nothing runs.
+        """Make an empty decode state. Call it only while no request runs.
 
-        If the engine has no weights yet, the state is made when the next weights come.
+        Without weights, the state is made later, by `set_weights`.
         """
         assert not self._running, "the cache is reset only while nothing runs"
-        self._decode_state = None  # free its memory before there is a new one
+        # Free the memory of the old state before the new state is made.
+        self._decode_state = None
         self._has_room = True
         if self._params is not None:
             self._decode_state = self._engine.init_decode_state()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs.
+        """Replace the policy's weights and empty the cache. Call it only while no request runs.
 
-        Raises UserError if the engine has no room for its cache beside the policy.
+        Raises UserError if the engine cannot make its decode state, for example because memory is
+        short.
         """
         assert not self._running, "a policy is replaced only while nothing runs"
         self.release_weights()
@@ -120,14 +132,17 @@ class JetStreamGenerator(QueuedGenerator):
             self.reset_cache()
         except Exception as error:
             raise UserError(
-                f"{self._name} cannot begin with {self._slots} slots of {self._positions} tokens "
+                f"{self._name} cannot start with {self._slots} slots of {self._positions} tokens "
                 f"({describe_error(error)}): lower engine.max_num_seqs or "
                 "agent.max_trajectory_tokens"
             ) from error
         self.policy_version = policy_version
 
     def release_weights(self) -> None:
-        """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
+        """Free the memory of the weights. Call it only while no request runs.
+
+        The generator cannot run again before `set_weights`.
+        """
         self._params = None
         self._decode_state = None
         release = getattr(self._engine, "release_params", None)
@@ -135,6 +150,7 @@ class JetStreamGenerator(QueuedGenerator):
             release()
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Check that the engine can serve a request. Raises RequestError otherwise."""
         super()._check(prompt, params)
         check_sampling(self.capabilities, params, self._name)
         if len(prompt) > self._engine.max_prefill_length:
@@ -144,6 +160,7 @@ class JetStreamGenerator(QueuedGenerator):
             )
 
     def _turn(self) -> None:
+        """Run one turn: free slots, fill free slots, then call the engine's `generate` once."""
         start_time = time.monotonic()
         self._free_given_up()
         self._admit()
@@ -151,13 +168,14 @@ class JetStreamGenerator(QueuedGenerator):
         self._seconds += time.monotonic() - start_time
 
     def _free_given_up(self) -> None:
+        """Free the slots of requests that were cancelled or whose deadline passed."""
         for slot, sequence in list(self._running.items()):
             if sequence.future.done():
                 self._free_slot(slot)
         self._drop_given_up()
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, as long as the engine has room."""
+        """Move waiting requests into free slots while the engine has room."""
         free_slots = [slot for slot in range(self._slots) if slot not in self._running]
         while self._waiting and free_slots and self._has_room:
             slot = free_slots[0]
@@ -166,30 +184,33 @@ class JetStreamGenerator(QueuedGenerator):
             try:
                 self._start(slot, sequence)
             except NoRoomError as error:
-                # Wait for a running request to end. If none runs, there will never be room.
+                # Wait for a running request to end. If none runs, the request can never fit.
                 if self._running:
                     heapq.heappush(self._waiting, entry)
                     self._has_room = False
                 else:
-                    sentence = f"{self._name} has no room for this request alone ({error})"
+                    sentence = (
+                        f"{self._name} has no room for this request, although no other one runs "
+                        f"({error}): shorten the prompt or lower max_new_tokens"
+                    )
                     self._fail(sequence, EngineError(sentence))
             except EngineError as error:
                 self._fail(sequence, error)
             except Exception as error:
-                logger.warning("a request fails", exc_info=error)
+                logger.warning("the engine failed at one request", exc_info=error)
                 sentence = f"{self._name} failed at this request ({describe_error(error)})"
                 self._fail(sequence, EngineError(sentence))
             if slot in self._running:
                 del free_slots[0]
 
     def _start(self, slot: int, sequence: SequenceState) -> None:
-        """Compute a prompt and let a slot go on from it."""
+        """Prefill a prompt, and insert it into a slot."""
         prefix, first_token = self._prefill(sequence)
         if self.capabilities.sampling_per_request:
             if first_token is not None:
                 raise EngineError(
-                    f"{self._name} declares sampling_per_request and its prefill draws the first "
-                    "token without it: let prefill return the prefix alone"
+                    f"{self._name} declares sampling_per_request and its prefill returns a first "
+                    "token that was not sampled so: let prefill return the prefix alone"
                 )
             self._decode_state = self._engine.insert(
                 prefix, self._decode_state, slot=slot, sampling=sequence.params
@@ -203,7 +224,10 @@ class JetStreamGenerator(QueuedGenerator):
             self._free_slot(slot)
 
     def _prefill(self, sequence: SequenceState) -> tuple[Any, "_SlotResult | None"]:
-        """Return the prefix and its first token, which is None if `generate` will draw it."""
+        """Prefill a prompt. Return (prefix, first token).
+
+        The first token is None if the engine samples it in `generate`.
+        """
         length = len(sequence.prompt)
         padded_length = min(prefill_length(length), self._engine.max_prefill_length)
         padded_tokens = np.zeros(padded_length, np.int32)
@@ -212,7 +236,7 @@ class JetStreamGenerator(QueuedGenerator):
             params=self._params, padded_tokens=padded_tokens, true_length=length
         )
 
-        # The result is a prefix, or a pair of a prefix and `ResultTokens`.
+        # The result is either a prefix, or a pair of a prefix and `ResultTokens`.
         is_pair = isinstance(result, tuple) and len(result) == 2
         if is_pair and hasattr(result[1], "get_result_at_slot"):
             prefix, result_tokens = result
@@ -220,10 +244,10 @@ class JetStreamGenerator(QueuedGenerator):
         return result, None
 
     def _generate(self) -> None:
-        """Generate for all slots.
+        """Call the engine's `generate` once, and hand out the tokens of all slots.
 
-        If the engine fails, all running requests fail. Waiting requests continue in a new decode
-        state.
+        If the engine fails, all running requests end with EngineError. Waiting requests continue
+        with a new decode state.
         """
         if not self._running:
             return
@@ -232,7 +256,7 @@ class JetStreamGenerator(QueuedGenerator):
             on_host = result.convert_to_numpy()
             results = {slot: _read(on_host.get_result_at_slot(slot)) for slot in self._running}
         except Exception as error:
-            logger.warning("the requests that run fail", exc_info=error)
+            logger.warning("the engine failed, so all running requests fail", exc_info=error)
             sentence = f"{self._name} failed while this request ran ({describe_error(error)})"
             failed = list(self._running.values())
             self._running.clear()
@@ -246,7 +270,7 @@ class JetStreamGenerator(QueuedGenerator):
                 self._free_slot(slot)
 
     def _take(self, sequence: SequenceState, result: "_SlotResult") -> bool:
-        """Give a request what was generated for it. Returns whether it ends."""
+        """Append the tokens that were generated for a request. Return whether it ends."""
         room = sequence.params.max_new_tokens - len(sequence.tokens)
         new = result.tokens[:room]
         unknown = [token for token in new if not 0 <= token < self._vocabulary]
@@ -263,7 +287,8 @@ class JetStreamGenerator(QueuedGenerator):
             ending = len(sequence.tokens), "length"
         if ending is not None:
             length, reason = ending
-            surplus_tokens = len(sequence.tokens) - length  # generated beyond the end
+            # Tokens that were generated after the end of the completion.
+            surplus_tokens = len(sequence.tokens) - length
             self._counts["generated_tokens"] += len(new) - surplus_tokens
             sequence.complete(length, reason, self.policy_version)
             return True
@@ -280,7 +305,7 @@ class JetStreamGenerator(QueuedGenerator):
         return False
 
     def _free_slot(self, slot: int) -> None:
-        """Give back the slot of a request that has ended."""
+        """Free the slot of a request that has ended."""
         del self._running[slot]
         self._has_room = True
         free_resource = getattr(self._engine, "free_resource", None)
@@ -289,9 +314,9 @@ class JetStreamGenerator(QueuedGenerator):
 
 
 def _read(data: Any) -> _SlotResult:
-    """Read a `jetstream.engine.engine_api.SlotData` of one sample.
+    """Read a `jetstream.engine.engine_api.SlotData` with one sample.
 
-    The result holds the tokens before the first one that is not valid.
+    The result holds the tokens before the first invalid one.
     """
     valid = np.asarray(data.valid)[0].astype(bool)
     steps = len(valid) if valid.all() else int(valid.argmin())
@@ -300,11 +325,11 @@ def _read(data: Any) -> _SlotResult:
 
 
 def prefill_length(tokens: int) -> int:
-    """Return the length that JetStream pads this many tokens to: a power of two."""
+    """Return the length, a power of two, to which JetStream pads a prompt of `tokens` tokens."""
     return max(SMALLEST_PREFILL, 1 << (tokens - 1).bit_length())
 
 
 def describe_error(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return the class and the message of an error, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,21 +1,20 @@
-"""Serve a generator through JetStream's gRPC protocol, for JetStream's clients.
+"""A gRPC server with JetStream's protocol, for JetStream's clients.
 
-The service is `Orchestrator`, with `Decode` and `HealthCheck`. Differences from JetStream's own
-server:
+The service is called `Orchestrator` and has the methods `Decode` and `HealthCheck`. It differs from
+JetStream's own server in these points:
 
-- The queue is bounded. A request that finds it full gets RESOURCE_EXHAUSTED at once.
-- A client that disconnects, or whose deadline passes, frees its slot.
-- A bad request gets INVALID_ARGUMENT. It does not end the process.
-- Texts hold whole characters, wherever token borders fall.
+- The queue is bounded. If it is full, a request gets RESOURCE_EXHAUSTED at once.
+- If a client disconnects or its deadline passes, its slot is freed.
+- An invalid request gets INVALID_ARGUMENT. It does not end the process.
+- Each piece of text holds complete characters, even if a character is split over several tokens.
+- The field `session_cache` is rejected, because the prefix cache needs no names. The field
+  `priority` is ignored.
 
-As there, the stop token is not part of an answer.
+As in JetStream's server, the stop token is not part of the answer.
 
-There are two threads, each with an event loop: one for the connections, and one for the generator,
-whose calls to the device block their loop. At most `generator.capacity` requests are in the server,
-from the moment they arrive until the generator has ended them.
-
-`session_cache` is refused: the cached beginning of a prompt is found again without a name.
-`priority` is not read.
+The server has two threads, each with an event loop. One handles the connections. The other runs the
+generator, because calls to the device block the event loop. At most `generator.capacity` requests
+are in the server at the same time, counted from their arrival until the generator has ended them.
 """
 
 import asyncio
@@ -43,7 +42,8 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.models.tokenizer import Tokenizer
 
-# The status of an error's class. Subclasses stand before their base class.
+# The gRPC status for each class of errors. The first match counts, so subclasses come before their
+# base class.
 STATUS = {
     OverloadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -52,18 +52,19 @@ STATUS = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     asyncio.CancelledError: grpc.StatusCode.UNAVAILABLE,
 }
-# Two servers on one port would each get a part of the requests.
+# By default gRPC lets two servers open the same port, and each gets a part of the requests. This
+# option forbids it.
 NO_SHARED_PORT = ("grpc.so_reuseport", 0)
 
-# Protobuf makes its classes at import, where a type checker does not see them.
+# Protobuf creates its classes at import time, so type checkers cannot see them.
 messages: Any = jetstream_pb2
 logger = logging.getLogger(__name__)
 
 
 class Server:
-    """One generator on one port.
+    """A server that answers requests on one port with one generator.
 
-    `start` and `stop` may be called from any thread. Between them only the server may use the
+    `start` and `stop` may be called from any thread. Between these calls, nothing else may use the
     generator.
     """
 
@@ -77,11 +78,13 @@ class Server:
         port: int = 0,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """Make a server that samples all requests as `sampling` says.
+        """Make a server. It does not listen before `start`.
 
-        The protocol has a field for the number of new tokens alone. Without it a request gets the
-        limit of `sampling`. Each request has the next seed. Without a tokenizer prompts are token
-        ids. Port 0 is any free one.
+        `sampling` holds the sampling settings of all requests, because JetStream's protocol has no
+        fields for them. Its only such field is the number of new tokens, and the default is the
+        limit of `sampling`. Request i uses the seed `sampling.seed` + i, from 0. Without
+        `tokenizer`, prompts must be token ids. Port 0 means any free port. `credentials` turn on
+        TLS.
         """
         self._host = host
         self._port = port
@@ -92,7 +95,10 @@ class Server:
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> int:
-        """Start to answer requests. Returns the port."""
+        """Open the port and start to answer requests. Return the port.
+
+        Raises UserError if the port cannot be opened.
+        """
         self._device.start()
         self._wire.start()
         try:
@@ -102,7 +108,7 @@ class Server:
             raise
 
     def stop(self, *, grace_seconds: float = 5.0) -> None:
-        """Take no more requests, and give those under way this long to end."""
+        """Stop the server. Running requests have `grace_seconds` to end, then they are cancelled."""
         self._orchestrator.live = False
         if self._server is not None:
             self._wire.result_of(self._server.stop(grace_seconds))
@@ -112,11 +118,11 @@ class Server:
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """The generator's statistics, and what was refused before it reached the generator."""
+        """The generator's statistics. `refused` includes requests that this server rejected."""
         return self._orchestrator.statistics
 
     async def _open(self) -> int:
-        """Open the port, and return it. Raises UserError."""
+        """Open the port and return its number. Raises UserError if it cannot be opened."""
         self._server = grpc.aio.server(options=[NO_SHARED_PORT])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(self._orchestrator, self._server)
         address = f"{self._host}:{self._port}"
@@ -133,7 +139,11 @@ class Server:
 
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
-    """JetStream's service. It runs in the wire's loop, and `_relay` alone in the device's."""
+    """The implementation of JetStream's service.
+
+    All methods run in the event loop of the connections, except `_relay`. It runs in the event loop
+    of the generator.
+    """
 
     def __init__(
         self,
@@ -154,13 +164,16 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
 
     @property
     def statistics(self) -> GeneratorStatistics:
+        """The generator's statistics. `refused` includes requests that this server rejected."""
         statistics = self._generator.statistics
         return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
 
     async def health_check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Answer whether the server takes requests."""
         return messages.HealthCheckResponse(is_live=self.live and self._device.is_alive())
 
     async def decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """Answer one request with a stream of tokens, or with an error status."""
         try:
             prompt, params = self._read(request, context.time_remaining())
             self._admit()
@@ -173,22 +186,23 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         if failure is not None:
             await context.abort(*_status(failure))
 
-    # gRPC calls the methods by the names that JetStream's protocol has for them.
+    # gRPC looks up the methods by their names in JetStream's protocol.
     HealthCheck = health_check
     Decode = decode
 
     def _read(
         self, request: Any, seconds_left: float | None
     ) -> tuple[Sequence[int], SamplingParams]:
-        """Return the prompt and the sampling parameters of a request.
+        """Return the prompt (token ids) and the sampling parameters of a request.
 
-        Raises RequestError for what the protocol allows and this server does not. The generator
-        checks the rest.
+        `seconds_left` is the client's deadline in seconds from now, or None. Raises RequestError if
+        the request uses a feature of the protocol that this server does not support. The generator
+        checks everything else.
         """
         if request.session_cache:
             raise RequestError(
-                f"session_cache is {request.session_cache!r}: leave it out and send the whole "
-                "conversation, whose beginning is cached"
+                f"session_cache is {request.session_cache!r} and this server does not support it: "
+                "leave it empty and send the whole conversation (its prefix is cached)"
             )
         if request.WhichOneof("content") != "text_content":
             prompt = list(request.token_content.token_ids)
@@ -196,7 +210,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             prompt = self._tokenizer.encode_trusted(request.text_content.text)
         else:
             raise RequestError(
-                "this server has no tokenizer: send token_content in the place of text_content"
+                "this server has no tokenizer: send token_content instead of text_content"
             )
         deadlines = [
             seconds
@@ -214,9 +228,9 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         return prompt, params
 
     def _admit(self) -> None:
-        """Check that there is room for one more request. Raises OverloadError."""
+        """Check that the server has room for one more request. Raises OverloadError otherwise."""
         if not self.live:
-            raise OverloadError("the server is stopping: ask another one")
+            raise OverloadError("the server is stopping: send the request to another server")
         if self._requests_under_way >= self._generator.capacity:
             raise OverloadError(
                 f"{self._requests_under_way} requests run and wait already, and there is room for "
@@ -230,16 +244,17 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         as_text: bool,
         context: grpc.aio.ServicerContext,
     ) -> BaseException | None:
-        """Send tokens as they come. A character of a text is sent when its last byte has come.
+        """Run one request and send its tokens to the client as they are generated.
 
-        Returns None when the answer is complete, otherwise the error that ended it.
+        With `as_text` the tokens are also sent as text. A character is sent when all of its bytes
+        have arrived. Returns None if the answer is complete, otherwise the error that ended it.
         """
-        # The queue gets tokens from the generator's thread, and at the end an error or None.
+        # The generator's thread puts lists of tokens into the queue, then an error or None.
         queue: asyncio.Queue[Sequence[int] | BaseException | None] = asyncio.Queue()
         wire_loop = asyncio.get_running_loop()
         send = functools.partial(wire_loop.call_soon_threadsafe, queue.put_nowait)
 
-        # Only when the generator has ended a request is there room for another one.
+        # A request counts until the generator has ended it. Only then is there room for another.
         def on_end(error: BaseException | None) -> None:
             self._requests_under_way -= 1
             queue.put_nowait(error)
@@ -265,11 +280,11 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                 await context.write(_response((), last_text))
             return failure
         finally:
-            # For a client that went away. Otherwise nothing is left to cancel.
+            # Cancel the request if the client has disconnected. Otherwise this has no effect.
             cancel()
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens, which may end inside of a character."""
+        """Return the bytes of the tokens' text. They may end in the middle of a character."""
         if self._tokenizer is None:
             return b""
         return b"".join(self._tokenizer.token_bytes(token) for token in tokens)
@@ -277,29 +292,30 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     async def _relay(
         self, prompt: Sequence[int], params: SamplingParams, send: Callable[[Sequence[int]], Any]
     ) -> None:
-        """Send the tokens of one request as the generator gives them."""
+        """Run one request and call `send` with its tokens as they are generated."""
         async for tokens in self._generator.stream(prompt, params):
             send(tokens)
 
 
 class _LoopThread(threading.Thread):
-    """An event loop in a thread of its own."""
+    """A thread that runs an event loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         super().__init__(target=self._loop.run_forever, name=name, daemon=True)
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine here, and return its result to another thread."""
+        """Run a coroutine in this thread's loop, and wait for its result. Call from other threads."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def begin(
         self, work: Coroutine[Any, Any, None], *, on_end: Callable[[BaseException | None], Any]
     ) -> Callable[[], Any]:
-        """Run a coroutine here, and call `on_end` with its error or None.
+        """Start a coroutine in this thread's loop. Return a function that cancels it.
 
-        `on_end` is called also if the coroutine is cancelled before it has begun. Returns a
-        function that cancels it, from any thread.
+        When the coroutine ends, `on_end` is called with its error, or with None. This also happens
+        if the coroutine is cancelled before it starts. The returned function may be called from any
+        thread.
         """
         tasks: list[asyncio.Task] = []
 
@@ -318,7 +334,7 @@ class _LoopThread(threading.Thread):
         return functools.partial(self._loop.call_soon_threadsafe, cancel)
 
     def stop(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel all running coroutines, and end the thread."""
         if not self.is_alive():
             return
         self.result_of(self._cancel_all())
@@ -327,6 +343,7 @@ class _LoopThread(threading.Thread):
         self._loop.close()
 
     async def _cancel_all(self) -> None:
+        """Cancel all other tasks of this loop, and wait for them to end."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -334,6 +351,7 @@ class _LoopThread(threading.Thread):
 
 
 def _response(token_ids: Sequence[int], text: str) -> Any:
+    """Return one message of an answer, with these tokens and this text."""
     sample = messages.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)
     return messages.DecodeResponse(
         stream_content=messages.DecodeResponse.StreamContent(samples=[sample])
@@ -341,11 +359,14 @@ def _response(token_ids: Sequence[int], text: str) -> Any:
 
 
 def _status(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Return the status of an error, and its sentence for the client."""
+    """Return the gRPC status of an error, and the message for the client."""
     for error_class, status in STATUS.items():
         if isinstance(error, error_class):
-            sentence = str(error) or "the server stopped before the answer was complete: ask again"
+            sentence = (
+                str(error)
+                or "the server stopped before the answer was complete: send the request again"
+            )
             return status, sentence
-    logger.error("a request was lost to a fault of the engine", exc_info=error)
-    sentence = f"the engine failed ({type(error).__name__}): ask again, and see the server's log"
+    logger.error("a request failed because of an error in the engine", exc_info=error)
+    sentence = f"the engine failed ({type(error).__name__}): send the request again, or see the server's log"
     return grpc.StatusCode.INTERNAL, sentence

@@ -1,4 +1,4 @@
-"""A generator over an OpenAI-compatible endpoint."""
+"""A generator for models behind an OpenAI-compatible endpoint."""
 
 from mujica_jax.inference.remote.generator import RemoteGenerator, RemoteStatistics
 

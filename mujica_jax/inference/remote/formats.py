@@ -1,16 +1,17 @@
 """The requests and answers of an OpenAI-compatible endpoint, in two formats.
 
-`completions` is for servers that take the tokenizer's ids, such as vLLM: token ids are sent, and
-token ids come back with their log-probabilities. `chat` is for all others, such as GPT-4.1: the
-conversation is sent as messages, and the text of the reply is encoded here.
+- `completions` is for servers that accept token ids, such as vLLM. Token ids are sent, and token
+  ids with their log-probabilities come back.
+- `chat` is for all other servers, such as GPT-4.1. The conversation is sent as messages, and the
+  text of the reply is converted to token ids here.
 
-Stop strings count outside of thoughts only (`inference/requests.py`), and servers do not know
-thoughts. A completions server that stops inside of a thought is asked to go on from there. A chat
-server gets no stop strings: its reply is cut here. Reasoning that a chat server returns beside its
-reply is no part of the conversation.
+Stop strings must be ignored inside a thought (`inference/requests.py`), but servers do not know
+about thoughts. If a completions server stops at a stop string inside a thought, the request is sent
+again with the tokens so far. A chat server gets no stop strings, and its reply is cut here. If a
+chat server returns reasoning in a separate field, the reasoning is not part of the conversation.
 
-Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`,
-`return_token_ids`, ...) are sent in completions only.
+The fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`,
+`return_token_ids`, ...) are only sent in the completions format.
 """
 
 import dataclasses
@@ -30,9 +31,12 @@ from mujica_jax.inference.requests import (
 from mujica_jax.models.thoughts import within_opened_thought
 from mujica_jax.models.tokenizer import Tokenizer
 
-TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
-MIN_LOGPROB = -1e5  # vLLM writes -9999 for what JSON has no number for
-# What servers write when the model ended its reply, or when it was cut.
+# With return_tokens_as_token_ids, vLLM writes each token as this prefix and the token id.
+TOKEN_PREFIX = "token_id:"
+# Smallest log-probability that is accepted. vLLM writes -9999 for minus infinity.
+MIN_LOGPROB = -1e5
+# The reasons that servers give when the model has ended its reply ("stop") or the reply was cut
+# ("length").
 FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
     "stop": "stop",
     "eos": "stop",
@@ -43,6 +47,7 @@ FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
     "max_tokens": "length",
     "model_length": "length",
 }
+# The reasons that servers give when a content filter withheld the reply.
 FILTERED = (
     "content_filter",
     "safety",
@@ -52,6 +57,7 @@ FILTERED = (
     "blocklist",
     "spii",
 )
+# Words in an error message that mean that a content filter refused the request.
 FILTER_WORDS = (
     "content filter",
     "content management policy",
@@ -59,13 +65,14 @@ FILTER_WORDS = (
     "safety",
     "moderation",
 )
-ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
+# Largest log-probability that is accepted. Rounding may give values slightly above 0.
+ROUNDING = 1e-3
 
 
 class NoChoiceError(UnusableReplyError):
-    """The endpoint's answer holds no reply.
+    """The endpoint's answer contains no reply.
 
-    An endpoint that always answers so does not implement this interface.
+    If this happens for every request, the endpoint does not implement the OpenAI interface.
     """
 
 
@@ -74,16 +81,22 @@ class Reply:
     """An endpoint's reply to one prompt."""
 
     token_ids: tuple[int, ...]
+    # The log-probability of each token. None if the endpoint returns none.
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason
+    # The stop string that ended the reply. None for any other finish reason.
     stop_string: str | None
-    cut: bool  # longer than max_new_tokens in our tokens, so its end was left out
-    usage: tuple[int, int] | None  # prompt tokens and generated tokens as the endpoint counts them
-    is_unfinished: bool = False  # the server stopped at a stop string inside of a thought
+    # Whether the reply was longer than max_new_tokens in local tokens, so its end was cut off.
+    cut: bool
+    # (prompt tokens, generated tokens) as the endpoint counts them. None if it does not report
+    # them.
+    usage: tuple[int, int] | None
+    # Whether the server stopped at a stop string inside a thought, so the reply must be continued.
+    is_unfinished: bool = False
 
 
 class CompletionsFormat:
-    """Sends and reads token ids. `body` is the JSON of a request; `read` raises ReplyError."""
+    """The completions format: sends and receives token ids."""
 
     path = "completions"
 
@@ -93,14 +106,18 @@ class CompletionsFormat:
     def body(
         self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Return the body of a request. `sampled` holds the tokens of an unfinished reply."""
+        """Return the JSON body of a request.
+
+        To continue an unfinished reply, pass its token ids as `sampled`.
+        """
         return {
             "prompt": [int(id) for id in (*prompt, *sampled)],
             "max_tokens": params.max_new_tokens - len(sampled),
-            # The rest of a reply does not repeat the draws of its beginning.
+            # A different seed for the rest of a reply, so that it does not repeat the random draws
+            # of its beginning.
             "seed": params.seed + len(sampled),
-            # All that shapes the distribution is sent. What is left out, vLLM takes from the
-            # model's generation_config.json.
+            # Send every setting that changes the distribution. vLLM takes missing settings from
+            # the model's generation_config.json.
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
@@ -110,10 +127,11 @@ class CompletionsFormat:
             "frequency_penalty": 0.0,
             "stop": list(params.stop_strings),
             "stop_token_ids": sorted(self._stop_token_ids(params)),
-            # Stop strings are looked for in the text as our own decoder writes it.
+            # The server must search for stop strings in the same text as the local tokenizer.
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
-            "logprobs": 0,  # of the chosen tokens alone
+            # 0 returns the log-probabilities of the sampled tokens, and no alternatives.
+            "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
@@ -125,7 +143,11 @@ class CompletionsFormat:
         params: SamplingParams,
         before: Reply | None = None,
     ) -> Reply:
-        """Read an answer. If it continues the unfinished reply `before`, return both as one."""
+        """Read the JSON of an answer.
+
+        If the answer continues the unfinished reply `before`, return both parts as one reply.
+        Raises ReplyError if the answer does not match the request.
+        """
         choice = _choice(answer)
         finish = _finish_reason(choice)
         ids = _token_ids(choice)
@@ -135,7 +157,7 @@ class CompletionsFormat:
         _check_prompt_ids(choice, sent=[*prompt, *ids_before])
         self._check_ids(ids, logprobs, finish=finish, params=params, room=room)
 
-        # Put the parts of an unfinished reply together.
+        # Join the two parts of the reply.
         if before is not None:
             ids = [*before.token_ids, *ids]
             if before.logprobs is None or logprobs is None:
@@ -143,7 +165,7 @@ class CompletionsFormat:
             else:
                 logprobs = [*before.logprobs, *logprobs]
 
-        # Find where the reply ends, as our own engine does.
+        # Find the end of the reply by the same rules as the project's own engine.
         ending, thought_open = self._ending(ids, params)
         length = len(ids)
         stop_string = None
@@ -157,8 +179,8 @@ class CompletionsFormat:
             raise ReplyError(
                 f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} "
                 f"and its last token {ids[-1]} is none of the stop tokens "
-                f"{sorted(self._stop_token_ids(params))}: serve the model of this tokenizer, with "
-                "the stop token among the ids"
+                f"{sorted(self._stop_token_ids(params))}: serve the model of this tokenizer, and "
+                "return the stop token with the other token ids"
             )
         return Reply(
             token_ids=tuple(ids[:length]),
@@ -179,14 +201,14 @@ class CompletionsFormat:
         params: SamplingParams,
         room: int,
     ) -> None:
-        """Check the ids of a reply. Raises ReplyError.
+        """Check the token ids of a reply.
 
-        There must be between 1 and `room` ids, all of this vocabulary, with one log-probability
-        each.
+        There must be at least 1 and at most `room` token ids. All must be in the vocabulary, and
+        there must be one log-probability for each, if there are any. Raises ReplyError otherwise.
         """
         if not ids:
             raise UnusableReplyError(
-                f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by "
+                f"the endpoint generated 0 tokens of {params.max_new_tokens}, with finish_reason "
                 f"{finish!r}"
             )
         if len(ids) > room:
@@ -199,20 +221,22 @@ class CompletionsFormat:
             )
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             raise ReplyError(
-                f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
-                f"{self._tokenizer.vocab_size}: give the tokenizer of the model that it serves"
+                f"the endpoint's token ids {min(ids)}..{max(ids)} are outside the vocabulary of "
+                f"{self._tokenizer.vocab_size} tokens: use the tokenizer of the served model"
             )
 
     def _stop_token_ids(self, params: SamplingParams) -> set[int]:
+        """Return the stop tokens of the request and of the tokenizer."""
         return {*params.stop_token_ids, *self._tokenizer.stop_token_ids}
 
     def _ending(
         self, ids: Sequence[int], params: SamplingParams
     ) -> tuple[tuple[int, FinishReason, str | None] | None, bool]:
-        """Find where the completion ends, as our own engine does.
+        """Find the first stop token or stop string, by the same rules as the project's own engine.
 
-        Returns the ending and whether the ids end inside of a thought. The ending is (tokens,
-        finish reason, stop string), or None if nothing in the ids ends the completion.
+        Returns (ending, thought open). The ending is (number of tokens, finish reason, stop
+        string), or None if nothing in the ids ends the completion. The second value says whether
+        the ids end inside a thought.
         """
         matcher = StopMatcher(params.stop_strings, thought_open=params.thought_open)
         stop_token_ids = self._stop_token_ids(params)
@@ -226,10 +250,9 @@ class CompletionsFormat:
 
 
 class ChatFormat:
-    """Sends messages and reads text.
+    """The chat format: sends messages and receives text.
 
-    The token ids are ours and not the endpoint's, so there are no log-probabilities. `body` raises
-    RequestError for parameters that a chat endpoint does not take; `read` raises ReplyError.
+    The local tokenizer makes the token ids of the reply, so there are no log-probabilities.
     """
 
     path = "chat/completions"
@@ -240,21 +263,25 @@ class ChatFormat:
     def body(
         self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Return the body of a request."""
-        assert not sampled, "no reply of a chat endpoint is unfinished"
+        """Return the JSON body of a request.
+
+        Raises RequestError for parameters that a chat endpoint does not support, and for a prompt
+        that is not a conversation.
+        """
+        assert not sampled, "a chat reply is never unfinished"
         for name in ("top_k", "min_p", "stop_token_ids"):
             value = getattr(params, name)
             if value:
                 raise RequestError(
-                    f"{name} is {value} and a chat endpoint takes none: leave it out, or use "
-                    "completions"
+                    f"{name} is {value} and a chat endpoint takes none: remove this setting, or use "
+                    "the mode completions"
                 )
         try:
             messages = self._tokenizer.messages(prompt)
         except UserError as error:
             raise RequestError(str(error)) from error
-        # Stop strings are not sent: the server would stop inside of thoughts too, and its reply
-        # would not say whether one of them or the model itself ended it.
+        # Do not send stop strings. The server would also stop inside thoughts, and its reply would
+        # not say whether a stop string or the model itself ended it.
         return {
             "messages": messages,
             "max_completion_tokens": params.max_new_tokens,
@@ -270,15 +297,17 @@ class ChatFormat:
         params: SamplingParams,
         before: Reply | None = None,
     ) -> Reply:
-        """Read an answer.
+        """Read the JSON of an answer, and convert its text to token ids.
 
-        If it closes a thought that it does not open, the server's template opened that thought.
+        The reply is cut at its first stop string and at max_new_tokens. A reply may close a thought
+        that it did not open, because the server's chat template opened the thought. Raises
+        ReplyError if the answer contains no usable reply.
         """
-        assert before is None, "no reply of a chat endpoint is unfinished"
+        assert before is None, "a chat reply is never unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
         text = _text(choice.get("message"), finish)
-        # JSON may hold halves of characters.
+        # Replace unpaired surrogates, which JSON allows.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
         # Cut the reply at its first stop string.
@@ -290,7 +319,7 @@ class ChatFormat:
         if params.thought_open:
             text = within_opened_thought(text)
 
-        # Encode it, and cut it to max_new_tokens.
+        # Encode the text, and cut it to max_new_tokens.
         ids = self._tokenizer.encode_model(text)
         if finish == "stop":
             ids.append(self._tokenizer.end_of_turn_id)
@@ -306,20 +335,24 @@ class ChatFormat:
 
 
 def _check_prompt_ids(choice: Mapping[str, Any], *, sent: Sequence[int]) -> None:
-    """Check that the endpoint read the ids that were sent. Raises ReplyError."""
+    """Check that the endpoint read exactly the token ids that were sent.
+
+    Raises ReplyError otherwise. Servers that do not report the prompt's token ids are not checked.
+    """
     read_prompt = choice.get("prompt_token_ids")
     if read_prompt is not None and read_prompt != sent:
         count = len(read_prompt) if isinstance(read_prompt, list) else "no list of"
         raise ReplyError(
-            f"the endpoint read {count} prompt tokens that are not the {len(sent)} sent: it must "
-            "take ids as they are"
+            f"the endpoint read {count} prompt tokens that are not the {len(sent)} sent: use a "
+            "server that accepts token ids unchanged"
         )
 
 
 def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the one choice of an answer. Raises NoChoiceError."""
+    """Return the only choice of an answer. Raises NoChoiceError if there is not exactly one."""
     choices = answer.get("choices")
-    error = answer.get("error")  # some gateways send it with status 200
+    # Some gateways send errors with status 200.
+    error = answer.get("error")
     if error:
         raise NoChoiceError(
             f"the endpoint answered with an error: {_brief(error)}", reason_of_refusal(str(error))
@@ -334,15 +367,16 @@ def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
-    """Return why the reply ended.
+    """Return the finish reason of a reply: "stop" or "length".
 
-    Raises UnusableReplyError if the reply was withheld, or if the reason is unknown.
+    Raises UnusableReplyError if a content filter withheld the reply, or if the reason is unknown.
     """
     reason = choice.get("finish_reason")
     word = reason.lower() if isinstance(reason, str) else ""
     if word in FILTERED:
         raise UnusableReplyError(
-            f"the endpoint ended a completion by {reason!r}: it withheld the reply", "filtered"
+            f"the endpoint ended a completion by {reason!r}: its filter withheld the reply",
+            "filtered",
         )
     finish = FINISH_REASONS.get(word)
     if finish is None:
@@ -354,10 +388,10 @@ def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
 
 
 def _text(message: Any, finish: Literal["stop", "length"]) -> str:
-    """Return the text of a chat message, which is a text or a list of parts.
+    """Return the text of a chat message, whose content is a string or a list of parts.
 
-    A model that spent all of its tokens on a thought has no text: that is "". Raises
-    UnusableReplyError.
+    Returns "" if the model spent all of its tokens on a thought. Raises UnusableReplyError if the
+    model refused to reply or there is no text.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list):
@@ -379,15 +413,16 @@ def _text(message: Any, finish: Literal["stop", "length"]) -> str:
 
 
 def reason_of_refusal(message: str) -> Literal["filtered", "bad_reply"]:
-    """Return the stop reason for what a server says when it refuses a request."""
+    """Return the stop reason of an episode whose request was refused with this message."""
     lower_case = message.lower().replace("_", " ")
     return "filtered" if any(words in lower_case for words in FILTER_WORDS) else "bad_reply"
 
 
 def _token_ids(choice: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the generated tokens. Raises ReplyError.
+    """Return the ids of the generated tokens. Raises ReplyError if there are none.
 
-    They are in `token_ids`. A server that does not know this field writes its tokens as their ids.
+    They are in the field `token_ids`. Servers without this field write the ids into the tokens of
+    the field `logprobs`.
     """
     ids = choice.get("token_ids")
     if ids is None:
@@ -401,18 +436,22 @@ def _token_ids(choice: Mapping[str, Any]) -> list[int]:
         if not ids or len(ids) != len(tokens):
             raise ReplyError(
                 f"the endpoint gave {len(ids)} token ids for {len(tokens)} tokens: it must know "
-                "return_token_ids or return_tokens_as_token_ids, as vLLM does; for others use chat"
+                "return_token_ids or return_tokens_as_token_ids, as vLLM does. For other servers "
+                "use the mode chat"
             )
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
         raise ReplyError(
-            "the endpoint gave token_ids that are no list of whole numbers: use chat for this "
-            "server"
+            "the endpoint gave token_ids that are no list of whole numbers: use the mode chat for "
+            "this server"
         )
     return ids
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
-    """Return the log-probabilities of the generated tokens, if there are any. Raises ReplyError."""
+    """Return the log-probabilities of the generated tokens, or None if there are none.
+
+    Raises ReplyError if one of them is not a number between MIN_LOGPROB and ROUNDING.
+    """
     values = _logprobs_field(choice).get("token_logprobs")
     if values is None:
         return None
@@ -431,18 +470,18 @@ def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
 
 
 def _logprobs_field(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the field `logprobs`, which holds tokens and their log-probabilities."""
+    """Return the field `logprobs` with the tokens and their log-probabilities, or {}."""
     field = choice.get("logprobs")
     return field if isinstance(field, Mapping) else {}
 
 
 def _brief(value: Any) -> str:
-    """Return the beginning of a value, for a message."""
+    """Return the first 40 characters of a value, for an error message."""
     return repr(value)[:40]
 
 
 def _usage(answer: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (prompt tokens, generated tokens) as the endpoint counts them."""
+    """Return (prompt tokens, generated tokens) as the endpoint counts them, or None."""
     usage = answer.get("usage")
     if not isinstance(usage, Mapping):
         return None
@@ -457,7 +496,7 @@ def _usage(answer: Mapping[str, Any]) -> tuple[int, int] | None:
 def _sum_usage(
     before: tuple[int, int] | None, usage: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Return the usage of a reply in two parts."""
+    """Add the usage of two parts of a reply. None if the second part reports none."""
     if before is None or usage is None:
         return usage
     return before[0] + usage[0], before[1] + usage[1]

@@ -1,11 +1,13 @@
-"""The `Generator` protocol over an OpenAI-compatible endpoint.
+"""A `Generator` that sends its requests to an OpenAI-compatible endpoint.
 
-Such an endpoint may be GPT-4.1 as a few-shot baseline, or a model that vLLM serves on TPUs. At most
-`concurrency` requests are sent at a time. A request is sent again after transient errors
-(`http/retry.py`): a busy or failing server, a broken connection, an attempt without answer, an
-answer that is no JSON. The pause doubles each time, varies with the request's seed, and is at least
-as long as the server asks for. One deadline covers the waiting and all attempts. A request that the
-endpoint refuses is not sent again.
+The endpoint may be GPT-4.1 as a few-shot baseline, or a model that vLLM serves on TPUs. At most
+`concurrency` requests are sent at the same time.
+
+A request is sent again after a transient error (`http/retry.py`): the server is busy or fails, the
+connection breaks, no answer arrives in time, or the answer is not JSON. The pause between two
+attempts doubles each time and varies with the seed of the request. It is at least as long as the
+server asks for. One deadline covers the waiting time and all attempts. A request that the endpoint
+refuses is not sent again.
 """
 
 import asyncio
@@ -42,34 +44,47 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.models.tokenizer import Tokenizer
 
-NO_POLICY = -1  # an endpoint's model is no policy of a run
-# Statuses that refuse one request (400: a filter, a prompt too long) and do not mean a wrong key or
-# model name.
+# The policy version of completions from an endpoint, whose model is not a policy of a run.
+NO_POLICY = -1
+# HTTP statuses that refuse this request only, for example because of a content filter or a long
+# prompt. Other statuses mean that the key or the model name is wrong.
 REFUSED_ALONE = (400, 413, 422)
-WITHHELD = 451  # for legal reasons
-FORBIDDEN = 403  # by a filter if the message says so, otherwise because of the key
-# After this many the endpoint refuses everything, and not single requests.
+# HTTP status of a reply that was withheld for legal reasons.
+WITHHELD = 451
+# HTTP status of a content filter, if the message says so, or of a wrong key.
+FORBIDDEN = 403
+# After this many refusals without a success in between, the endpoint is assumed to refuse all
+# requests.
 MAX_REFUSALS_IN_A_ROW = 16
-MAX_WAIT_SECONDS = 30.0  # between two attempts
+# Longest pause between two attempts.
+MAX_WAIT_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteStatistics:
-    """Counted since the generator was made."""
+    """Counters since the generator was made."""
 
     requests: int
+    # Attempts after the first one of each request.
     retries: int
-    failed: int  # requests that ended in an error or without a reply
-    refused: int  # of these, those that the endpoint refused alone: too long for it, or filtered
-    # As the endpoint counts them, or as our tokenizer does if the endpoint does not say.
+    # Requests that ended with an error or without a reply.
+    failed: int
+    # Failed requests that the endpoint refused individually: content filters, or prompts that are
+    # too long.
+    refused: int
+    # Tokens as the endpoint counts them. If it does not report them, the local tokenizer counts.
     prompt_tokens: int
     generated_tokens: int
-    cut_replies: int  # longer in our tokens than max_new_tokens: their end was left out
-    # Sums over all requests: before the first attempt, and from there to the end.
+    # Replies that were cut, because they have more than max_new_tokens tokens of the local
+    # tokenizer.
+    cut_replies: int
+    # Seconds before the first attempt, summed over all requests.
     waiting_seconds: float
+    # Seconds from the first attempt to the end, summed over all requests.
     serving_seconds: float
 
     def sentence(self) -> str:
+        """Return all counters in one line for the console."""
         return (
             f"{self.requests:,} requests, {self.retries:,} retries, {self.failed:,} failed; "
             f"{self.prompt_tokens:,} prompt and {self.generated_tokens:,} generated tokens; "
@@ -80,7 +95,7 @@ class RemoteStatistics:
 
 
 class RemoteGenerator:
-    """The `Generator` of one model at one endpoint. Use it from one event loop at a time."""
+    """A `Generator` for one model at one endpoint. Use it from one event loop at a time."""
 
     policy_version = NO_POLICY
 
@@ -92,10 +107,11 @@ class RemoteGenerator:
         max_attempts: int = 6,
         first_wait_seconds: float = 0.5,
     ) -> None:
-        """Connect to an endpoint.
+        """Make a generator for the endpoint of `remote`. The connection is opened later.
 
-        With completions `tokenizer` must be that of the served model. With chat it may be any with
-        a chat template, because the token ids are not sent.
+        In mode `completions`, `tokenizer` must be the tokenizer of the served model. In mode `chat`
+        it may be any tokenizer with a chat template, because token ids are not sent. A request is
+        tried at most `max_attempts` times, and the first pause is `first_wait_seconds`.
         """
         if remote.mode == "chat":
             self._format = ChatFormat(tokenizer)
@@ -124,10 +140,11 @@ class RemoteGenerator:
 
     @property
     def statistics(self) -> RemoteStatistics:
+        """The counters of this generator."""
         return RemoteStatistics(**self._counts)
 
     def reset_cache(self) -> None:
-        """Do nothing: there is no cache on this side, and the endpoint manages its own."""
+        """Do nothing, because the endpoint manages its own cache."""
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
@@ -167,21 +184,22 @@ class RemoteGenerator:
         return self._completion(reply, prompt, params)
 
     def require_an_answer(self) -> None:
-        """Check that the endpoint answered a request.
+        """Check that the endpoint answered at least one request.
 
-        Raises RequestError if it refused all of them: scores would then say nothing about the
-        model.
+        Raises RequestError if it refused all of them, because the scores of such a run would say
+        nothing about the model.
         """
         if self._last_refusal and self._counts["refused"] == self._counts["requests"]:
             raise RequestError(
-                f"{self._client.url} refused all of {self._counts['requests']} requests, the last "
-                f"one so: {self._last_refusal}"
+                f"{self._client.url} refused all of {self._counts['requests']} requests. The last "
+                f"refusal was: {self._last_refusal}"
             )
 
     def _refused(self, error: UnusableReplyError) -> RequestError:
-        """Count a refusal, and return the error to raise.
+        """Count a refused request, and return the error to raise.
 
-        The error ends one episode, or the program if everything is refused.
+        This is `error` itself, which ends one episode. After MAX_REFUSALS_IN_A_ROW refusals it is a
+        RequestError, which ends the program.
         """
         self._counts["refused"] += 1
         self._refusals_in_a_row += 1
@@ -190,15 +208,17 @@ class RemoteGenerator:
             return error
         count = self._refusals_in_a_row
         return RequestError(
-            f"the endpoint refused {count} requests in a row, the last one so: {error}"
+            f"the endpoint refused {count} requests in a row. The last refusal was: {error}"
         )
 
     async def _reply(
         self, prompt: Sequence[int], params: SamplingParams, retry_policy: RetryPolicy
     ) -> Reply:
-        """Send a request, and ask for the rest as long as the server stopped inside of a thought.
+        """Send a request until its reply is complete.
 
-        Raises RequestError and HttpError.
+        If the server stopped at a stop string inside a thought, send the request again with the
+        tokens so far. Raises RequestError if the reply is not usable, and HttpError if there is no
+        reply.
         """
         reply: Reply | None = None
         submit_time = time.monotonic()
@@ -213,12 +233,13 @@ class RemoteGenerator:
     def _completion(
         self, reply: Reply, prompt: Sequence[int], params: SamplingParams
     ) -> Completion:
+        """Count the tokens of a reply, and return it as a Completion."""
         prompt_tokens, generated_tokens = reply.usage or (len(prompt), len(reply.token_ids))
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["generated_tokens"] += generated_tokens
         self._counts["cut_replies"] += reply.cut
-        # An endpoint gives one kind of log-probabilities. Both kinds are the same without a
-        # temperature and without filters.
+        # An endpoint returns one log-probability per token, which counts as the policy's own. At
+        # temperature 1 and without filters, it is the sampling log-probability too.
         is_unmodified_policy = (
             params.temperature == 1
             and params.top_k == 0
@@ -242,9 +263,11 @@ class RemoteGenerator:
         *,
         submit_time: float,
     ) -> dict[str, Any]:
-        """Wait until a request may be sent, then try until there is an answer.
+        """Wait for a free connection, then send a request until an answer arrives.
 
-        The deadline counts from `submit_time`. Raises HttpError.
+        `body` is the JSON of the request. The deadline counts from `submit_time` (seconds of
+        `time.monotonic`). Returns the JSON of the answer. Raises HttpError if the endpoint refuses
+        the request or the deadline passes.
         """
 
         def count_retry(_: Exception) -> None:
@@ -255,7 +278,7 @@ class RemoteGenerator:
         remaining_seconds = max(0.001, submit_time + retry_policy.deadline_seconds - start_time)
         try:
             async with asyncio.timeout(remaining_seconds) as timeout, self._own_semaphore():
-                # From here on `retry` watches the deadline.
+                # From here on `retry` enforces the deadline.
                 timeout.reschedule(None)
                 first_attempt_time = time.monotonic()
                 async with self._client.connected():
@@ -264,7 +287,7 @@ class RemoteGenerator:
                         retry_policy,
                         RetryTarget(
                             url=self._client.url,
-                            advice="check that the endpoint is up, and its address",
+                            advice="check the address, and that the endpoint is running",
                         ),
                         pause_random=pause_random,
                         start_time=submit_time,
@@ -272,7 +295,7 @@ class RemoteGenerator:
                     )
         except TimeoutError as error:
             raise deadline_exceeded(
-                self._client.url, retry_policy, "it waited for a place all the time"
+                self._client.url, retry_policy, "no connection became free in this time"
             ) from error
         finally:
             end_time = time.monotonic()
@@ -282,7 +305,7 @@ class RemoteGenerator:
             self._counts["serving_seconds"] += end_time - first_attempt_time
 
     def _own_semaphore(self) -> asyncio.Semaphore:
-        """Return the semaphore of the event loop that runs, because a semaphore belongs to one."""
+        """Return the semaphore of the current event loop. Each event loop needs its own."""
         loop = asyncio.get_running_loop()
         if self._semaphore is None or self._semaphore[0] is not loop:
             self._semaphore = (loop, asyncio.Semaphore(self._concurrency))

@@ -1,7 +1,7 @@
-"""The kernels of a CPU as functions of JAX, and the shapes and types for which they are faster.
+"""The CPU kernels as JAX functions, and the shapes and types for which they are faster than XLA.
 
-`compiled.py` holds the kernels. This file gives them shapes, gradients and names for XLA.
-`mujica_jax.kernels` chooses between them and XLA.
+`compiled.py` contains the kernels. This module registers them with XLA, and adds output shapes and
+gradients. `mujica_jax.kernels` chooses between these functions and XLA.
 """
 
 import functools
@@ -19,37 +19,43 @@ from jaxtyping import Array, Float, Int
 
 PACKED_ATTENTION_RESULTS = "packed_attention_results"
 
-# A head's dimension and the inner length of a product are multiples of these.
+# `paged_attention` needs a head dimension that is a multiple of this.
 HEAD_DIM_STEP = 8
+# `products` needs a number of inputs that is a multiple of this.
 PRODUCT_STEP = 16
 
-# With more rows XLA multiplies as fast.
+# With more rows than this, XLA is as fast as `products`.
 MAX_KERNEL_ROWS = 192
 
-# A smaller matrix is packed by XLA in no time.
+# XLA packs a matrix (copies it into a faster layout) before each product. For a matrix with fewer
+# elements than this, packing takes no measurable time.
 LARGE_MATRIX_NUMBERS = 50_000
 
-# Up to so many rows XLA packs the second matrix of a product for longer than it multiplies.
+# Up to this number of rows, XLA takes longer to pack the second matrix of a product than to
+# multiply.
 MAX_MATRIX_FIRST_ROWS = 16
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the kernels run here.
+    """Return whether the kernels can run on this machine.
 
-    They are written for x86 processors, and compiled by numba, which must be installed.
+    They are written for x86 processors, and they need numba, which compiles them.
     """
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return is_x86 and importlib.util.find_spec("numba") is not None
 
 
 def can_attend(*, head_dim: int, dtype: DTypeLike) -> bool:
-    """Return whether `paged_attention` takes keys and values of this kind."""
+    """Return whether `paged_attention` supports keys and values of this size and type."""
     return dtype == jnp.float32 and head_dim % HEAD_DIM_STEP == 0
 
 
 def can_multiply(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike) -> bool:
-    """Return whether `products` takes these shapes and is faster than XLA."""
+    """Return whether `products` supports these shapes and this type, and is faster than XLA.
+
+    `outputs` holds the number of outputs of each matrix.
+    """
     if dtype != jnp.float32 or inputs % PRODUCT_STEP or rows > MAX_KERNEL_ROWS:
         return False
     return all(
@@ -59,12 +65,12 @@ def can_multiply(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DType
 
 
 def is_matrix_first_faster(*, rows: int, outputs: Sequence[int], dtype: DTypeLike) -> bool:
-    """Return whether `matrix_first_products` is faster than rows @ matrix.T by XLA."""
+    """Return whether `matrix_first_products` is faster than XLA's rows @ matrix.T."""
     return dtype == jnp.float32 and rows <= MAX_MATRIX_FIRST_ROWS <= min(outputs)
 
 
 def is_large(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool:
-    """Return whether XLA takes long to pack a matrix of this size."""
+    """Return whether a matrix is so large that XLA's packing of it takes noticeable time."""
     return dtype == jnp.float32 and inputs * outputs >= LARGE_MATRIX_NUMBERS
 
 
@@ -86,9 +92,9 @@ def paged_attention(
 def products(
     rows: Float[Array, "rows inputs"], *matrices: Float[Array, "_ inputs"]
 ) -> Sequence[Float[Array, "rows _"]]:
-    """Return rows @ matrix.T in float32 for each matrix, of shapes that `can_multiply` admits.
+    """Return rows @ matrix.T in float32 for each matrix.
 
-    Other shapes are not computed whole.
+    `can_multiply` must be True for the shapes. For other shapes the results are incomplete.
     """
     shapes = [_float32((rows.shape[0], matrix.shape[0])) for matrix in matrices]
     return jax.ffi.ffi_call(_registered("products"), shapes)(rows, *matrices)
@@ -97,6 +103,7 @@ def products(
 def _products_forward(
     rows: Array, *matrices: Array
 ) -> tuple[Sequence[Array], tuple[Array, Sequence[Array]]]:
+    """Return the products, and the operands for the backward pass."""
     return products(rows, *matrices), (rows, matrices)
 
 
@@ -117,12 +124,13 @@ products.defvjp(_products_forward, _products_backward)
 def matrix_first_products(
     rows: Float[Array, "rows inputs"], *matrices: Float[Array, "_ inputs"]
 ) -> Sequence[Float[Array, "rows _"]]:
-    """Return rows @ matrix.T in float32 for each matrix, by XLA, which reads the matrix as it lies.
+    """Return rows @ matrix.T in float32 for each matrix, computed by XLA without packing the matrix.
 
-    Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
-    longer than the product, so here the matrix is the first one (docs/lab/experiments.md). One barrier keeps
-    XLA from turning the product round again. The other one lets later operations read the result
-    row by row.
+    In each product on a CPU, XLA first packs the second operand. With few rows, packing the matrix
+    takes longer than multiplying. So this function computes (matrix @ rows.T).T, where the matrix
+    is the first operand (docs/lab/experiments.md). The inner optimization barrier keeps XLA from
+    swapping the operands back. The outer one stores the transposed result, so that later operations
+    read it row by row.
     """
     last_axes = (((1,), (1,)), ((), ()))
     results = []
@@ -133,14 +141,17 @@ def matrix_first_products(
 
 
 class _PackedResiduals(NamedTuple):
-    """What the backward pass of `packed_attention` needs. All rows are one row of tokens."""
+    """The inputs of the backward pass of `packed_attention`, with all rows joined into one row."""
 
     query: Float[Array, "1 tokens heads head_dim"]
     key: Float[Array, "1 tokens kv_heads head_dim"]
     value: Float[Array, "1 tokens kv_heads head_dim"]
-    segment_starts: Int[Array, "1 tokens"]  # for each token, the first one of its segment
+    # For each token, the index of the first token of its segment.
+    segment_starts: Int[Array, "1 tokens"]
+    # The result of the forward pass.
     mixed: Float[Array, "1 tokens heads head_dim"]
-    normalizers: Float[Array, "1 heads tokens 1"]  # logsumexp of a query's scores
+    # The logsumexp of the scores of each query.
+    normalizers: Float[Array, "1 heads tokens 1"]
 
 
 @jax.custom_vjp
@@ -157,10 +168,10 @@ def packed_attention(
 def _packed_attention_forward(
     query: Array, key: Array, value: Array, segment_ids: Array
 ) -> tuple[Array, _PackedResiduals]:
-    """Return the mixed values and the residuals.
+    """Return the mixed values, and the residuals for the backward pass.
 
-    To the kernel all rows are one, in which a segment ends where its row does. The results have a
-    name, by which `Decoder` keeps them for the backward pass.
+    The kernel gets all rows joined into one row. The end of a row also ends a segment. The results
+    are named for `jax.checkpoint`, so that `Decoder` can keep them for the backward pass.
     """
     is_start = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     is_start = is_start.at[:, 0].set(True).reshape(1, -1)
@@ -179,10 +190,10 @@ def _packed_attention_forward(
 def _packed_attention_backward(
     residuals: _PackedResiduals, gradient: Float[Array, "rows time heads head_dim"]
 ) -> tuple[Array, Array, Array, None]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value, and None for the segment ids.
 
-    The kernel gives keys and values one gradient for each head of queries. The heads that share a
-    head of keys are summed here.
+    The kernel returns one gradient of the keys and values for each query head. The query heads that
+    share a key and value head are summed here.
     """
     shape = _float32(residuals.query.shape)
     kernel = jax.ffi.ffi_call(_registered("packed_attention_gradient"), (shape, shape, shape))
@@ -208,6 +219,7 @@ packed_attention.defvjp(_packed_attention_forward, _packed_attention_backward)
 def _as_one_row(
     array: Float[Array, "rows time heads head_dim"],
 ) -> Float[Array, "1 tokens heads head_dim"]:
+    """Join all rows into one row, in float32."""
     return array.astype(jnp.float32).reshape(1, -1, *array.shape[2:])
 
 
@@ -217,11 +229,11 @@ def _float32(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
 
 @functools.cache
 def _registered(kernel: str) -> str:
-    """Return the name by which XLA knows a kernel of `compiled.py`, and register it if it is new.
+    """Register a kernel of `compiled.py` with XLA at its first use. Return its registered name.
 
-    At the first use on a machine numba compiles for ten seconds and keeps the result on disk.
+    At the first use on a machine, numba compiles for ten seconds and caches the result on disk.
     """
-    # numba takes a second to import
+    # Import the kernels only when they are used, because importing numba takes a second.
     compiled = importlib.import_module("mujica_jax.kernels.cpu.compiled")
     name = f"mujica_jax_{kernel}"
     capsule = jax.ffi.pycapsule(compiled.address(getattr(compiled, kernel)))

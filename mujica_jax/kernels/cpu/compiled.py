@@ -1,30 +1,33 @@
-"""The kernels in which a CPU spends its time, compiled by numba and called by XLA.
+"""The CPU kernels, compiled by numba and called by XLA.
 
-They are attention over a KV cache and products of few rows (decoding), and attention of packed rows
-(training). `calls.py` calls them. docs/lab/experiments.md has what they gain.
+There are three: attention over a KV cache (decoding), products of few rows (decoding), and
+attention over packed rows (training). `calls.py` turns them into JAX functions.
+docs/lab/experiments.md reports their speed.
 
-Paged attention: XLA multiplies each request's few queries with its keys by a product of its own,
-which packs more than it multiplies. Here a thread takes a few requests and one head of keys. Their
-queries meet the shared prefix together, and each its own row, of which no more is read than the row
-holds.
+**Paged attention.** XLA computes a separate matrix product for the few queries of each request, and
+packing its operands takes longer than multiplying. Here a thread takes a group of requests and one
+key and value head. The queries of all requests of the group are multiplied with the shared prefix
+together. Then each request reads its own row, only up to its last token.
 
-Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies.
-While some of its rows are multiplied, later ones are prefetched into the second cache, which has
-more fetches on their way than the first. Few rows are multiplied as dot products along the inner
-length, more rows in tiles.
+**Products.** XLA packs the matrix in every call. Here the matrix is read once, in the order of
+memory. While some rows of the matrix are multiplied, later rows are prefetched into the second-level
+cache, which supports more prefetches at the same time than the first-level cache. Products of few
+rows are computed as dot products over the inner dimension, and products of more rows in tiles.
 
-Packed attention: of XLA's small products none uses two cores. Here a thread takes one head of one
-segment, block after block of queries, and no key after them. Only one block's scores exist at a
-time, keys by queries, so that all lies in the order in which it is read. The gradient computes them
-again (FlashAttention, Dao et al. 2022, algorithm 4).
+**Packed attention.** XLA runs each of its small matrix products on one core. Here a thread takes one
+head of one segment, and computes one block of queries after the other. Keys after the block are
+skipped. Only the scores of one block exist at a time, [keys, queries], so that all arrays are read
+in the order of memory. The gradient computes the scores again (FlashAttention, Dao et al. 2022,
+algorithm 4).
 
-Threads: a decode step has five kernels a layer, some of them shorter than it takes to wake a
-thread. OpenMP's threads sleep as soon as two of XLA's threads have called them, each of which gets
-a team. Ours are shared by all callers, look for work for a while before they sleep, and take parts
-of a kernel as they come. A caller who finds them busy works alone.
+**Threads.** A decode step runs five kernels per layer, and some of them take less time than waking a
+thread. OpenMP is not suitable: each calling thread of XLA gets its own team of threads, and with two
+teams the threads sleep between calls. The threads of this module are shared by all callers. They
+look for work for a while before they sleep, and take parts of a kernel one by one. If a second
+caller arrives while they are busy, it computes its kernel alone.
 
-All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not
-those that it uses.
+All kernels are in one file, because numba's cache on disk checks only the file of a function. It
+would miss changes in other files that the function uses.
 """
 
 import atexit
@@ -44,55 +47,67 @@ from numba.extending import intrinsic
 from mujica_jax.runtime.cores import usable_cores
 
 CACHE_LINE_BYTES = 64
-LANES = 8  # floats of a vector: with AVX2 twelve sums and what they need fill the registers
+# Floats (32 bits) in a vector register. With AVX2, the twelve sums of a tile and its operands fill
+# all registers.
+LANES = 8
 
-# Products of few rows, by dots: outputs (rows of the matrix) that are multiplied together, and how
-# many such pairs ahead the matrix is prefetched.
+# Products of few rows are computed as dot products. DOT_OUTPUTS outputs (rows of the matrix) are
+# computed together, and the matrix is prefetched PAIRS_AHEAD such pairs ahead.
 DOT_OUTPUTS = 2
 PAIRS_AHEAD = 3
-MAX_DOT_ROWS = 12  # with more rows, tiles are faster
+# With more rows than this, tiles are faster than dot products.
+MAX_DOT_ROWS = 12
 
-# Products of more rows, by tiles: outputs and rows of a tile, and how many floats of the rows stay
-# in a core's cache while the matrix passes.
+# Products of more rows are computed in tiles of PANEL_OUTPUTS outputs and PANEL_ROWS rows. At most
+# CACHED_FLOATS floats of the rows are used in one pass over the matrix, so that they stay in the
+# cache of a core.
 PANEL_OUTPUTS = 4
 PANEL_ROWS = 3 * LANES
 CACHED_FLOATS = 98_304
-PARTS_PER_THREAD = 4  # of a product
+# Into how many parts a product is split, for each thread.
+PARTS_PER_THREAD = 4
 
-# Tiles of attention. A low tile is twice as wide.
+# The tiles of attention, [rows, columns]. A low tile has fewer rows and twice as many columns.
 TILE_ROWS = 6
 TILE_COLUMNS = 2 * LANES
 LOW_TILE_ROWS = 3
-TILE_STEPS = 16  # steps along the inner length between two prefetches
+# Steps along the inner dimension between two prefetches.
+TILE_STEPS = 16
 
-QUERIES_PER_GROUP = 12  # queries of one head of keys that a thread takes, if a request has no more
-BLOCK_TOKENS = 48  # queries of packed rows that meet their keys together: whole tiles
+# Paged attention: largest number of queries per key and value head in a group of requests. A single
+# request may have more.
+QUERIES_PER_GROUP = 12
+# Packed attention: queries per block, a multiple of the tile sizes.
+BLOCK_TOKENS = 48
 
-# Products are added without rounding in between, and no more: with "nnan" a broken number could
-# look like a good one, and a sum in any order ("reassoc") has another one where an inner function
-# is compiled alone than where it is part of its caller. A process that compiles may run either, one
-# that reads numba's cache only the second, so that the first run on a machine would round otherwise
-# than the next ones and not go on bit for bit. So sums are written in lanes.
+# LLVM may only fuse a multiplication with an addition ("contract"). Other fast-math flags would be
+# wrong here. With "nnan", NaN could turn into an ordinary number. With "reassoc", LLVM may sum in
+# any order. The order would differ between an inner function that is compiled alone and the same
+# function inlined into its caller. A process that compiles may run either version, but a process
+# that reads numba's cache runs only the inlined one. So the first run on a machine would round
+# differently from later runs. Therefore sums that should use vectors are written with explicit
+# lanes.
 FAST_MATH = {"contract"}
 
-# Constants of `_exp`: log2(e), ln(2) in two parts, and the factors of x^2 to x^6.
+# Constants of `_exp`: log2(e), ln(2) in two parts, and the Taylor coefficients of x^2 to x^6.
 LOG2_E = np.float32(1.4426950408889634)
 LN_2_HIGH = np.float32(0.693359375)
 LN_2_LOW = np.float32(-2.12194440e-4)
 EXP_FACTORS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
-MIN_EXPONENT = np.float32(-87)  # e to this is about the least float32 that is not denormal
+# Smaller arguments of `_exp` are replaced by this. e^-87 is about the smallest normal float32.
+MIN_EXPONENT = np.float32(-87)
 MANTISSA_BITS = np.int32(23)
 EXPONENT_BIAS = np.int32(127)
 
-# Types of LLVM.
+# LLVM types.
 FLOAT32 = ir.FloatType()
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT32, LANES)
 ZERO_VECTOR = ir.Constant(VECTOR, [0.0] * LANES)
 
-# XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()):
-# places in structures, counted in words of eight bytes.
+# XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h in jax.ffi.include_dir()). The
+# numbers are offsets into its structures, in words of eight bytes.
 FRAME_EXTENSION = 1
 FRAME_ARGUMENTS = 9
 FRAME_RESULT_COUNT = 12
@@ -105,21 +120,28 @@ BUFFER_DIMENSIONS = 5
 METADATA_KIND = 1
 VERSION_0_1 = 1 << 32
 
-# The board holds what threads share, in words of eight bytes. Words that several threads write lie
-# cache lines apart.
-CALLERS = 0  # how many callers ask for work
-PARTS_LEFT = 16  # parts of the work that nobody has taken
+# The board is an array of words of eight bytes that all threads share. The constants are indices of
+# its words. Words that several threads write are in different cache lines.
+# How many callers are running a kernel.
+CALLERS = 0
+# How many parts of the current kernel no thread has taken yet.
+PARTS_LEFT = 16
+# How many parts of the current kernel are finished.
 PARTS_DONE = 32
-# The work: the address of the function for a part, and three arguments of it.
+# The current kernel: the address of the function that computes one part, and its first three
+# arguments.
 PART_FUNCTION = 48
 CALL_FRAME = 49
 SHARED_ARRAY = 50
 EXTRA = 51
+# 1 if the threads should end.
 HAS_ENDED = 64
+# How many threads compute a kernel, including the caller.
 THREAD_COUNT = 65
-PART_FUNCTIONS = 80  # from here on the address of the function for each part, by its number below
+# First of the words with the addresses of all part functions, in the order of the numbers below.
+PART_FUNCTIONS = 80
 
-# Numbers of the functions for a part.
+# The numbers of the part functions.
 PAGED_ATTENTION = 0
 PRODUCT_BY_DOTS = 1
 TRANSPOSE_PANEL = 2
@@ -127,36 +149,41 @@ PRODUCT_BY_TILES = 3
 PACKED_ATTENTION = 4
 PACKED_GRADIENT = 5
 
-# How often a thread looks for work before it sleeps, and how long it sleeps.
+# A thread looks for work this many times before it sleeps. Each sleep is longer than the one before
+# by NAP_STEP_MICROSECONDS, up to MAX_NAP_MICROSECONDS.
 LOOKS_BEFORE_NAP = 2_000
 NAP_STEP_MICROSECONDS = 20
 MAX_NAP_MICROSECONDS = 5_000
 
-COMPILED: list[Any] = []  # keeps what numba compiled alive
+# Keeps the compiled functions alive.
+COMPILED: list[Any] = []
 BOARD = np.zeros(128, np.int64)
 BOARD_NAME = "mujica_jax_board"
 binding.add_symbol(BOARD_NAME, BOARD.ctypes.data)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(BOARD))  # never freed: XLA's threads may outlive Python
+# Never free the board, because XLA's threads may run longer than the Python interpreter.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(BOARD))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def compiled(**options) -> Callable[[Callable], Callable]:
-    """Return numba's decorator for the function in the source.
+    """Return numba's `njit` decorator, applied to the original function of the source.
 
-    A checker of types may have wrapped that function.
+    In tests, a type checker has wrapped the function. numba cannot compile the wrapper.
     """
     return lambda function: njit(**options)(inspect.unwrap(function))
 
 
 def instruction(result, *arguments) -> Callable[[Callable], Any]:
-    """Return a decorator for `emit(builder, *values)`, which emits LLVM.
+    """Return a decorator for a function `emit(builder, *values)` that emits LLVM instructions.
 
-    numba's code calls the decorated function like one with these types of result and arguments.
+    Code compiled by numba can call the decorated function. `result` and `arguments` are the numba
+    types of its result and its arguments.
     """
 
     def decorate(emit: Callable) -> Any:
-        @functools.wraps(emit)  # numba looks at the parameters
+        # numba reads the names of the parameters from the wrapped function.
+        @functools.wraps(emit)
         def typed(context, *_):
             del context
             return result(*arguments), lambda _, builder, __, values: emit(builder, *values)
@@ -180,9 +207,10 @@ def _pointer(builder, address):
 
 
 def _emit_board_word(builder, word):
-    """Emit the address of a word of the board, by the board's name.
+    """Emit the address of a word of the board.
 
-    A number would be wrong when another process reads numba's cache.
+    The code refers to the board by its symbol name. A numeric address would be wrong in another
+    process that reads this code from numba's cache.
     """
     board = builder.module.globals.get(BOARD_NAME)
     if board is None:
@@ -202,7 +230,7 @@ def _write_board(builder, word, value):
 
 @instruction(types.int64, types.int64, types.int64)
 def _add_to_board(builder, word, amount):
-    """Add to a word of the board and return what was there before."""
+    """Add to a word of the board, and return its previous value."""
     return builder.atomic_rmw("add", _emit_board_word(builder, word), amount, "seq_cst")
 
 
@@ -215,9 +243,9 @@ def _call_part(builder, function, frame_address, array_address, extra, part):
 
 @compiled()
 def _take_parts():
-    """Compute parts of the work on the board until none is left.
+    """Compute parts of the current kernel until none is left.
 
-    A thread that comes too late gets a number below 0.
+    If other threads take the last parts first, the part number is negative and nothing is computed.
     """
     while _read_board(PARTS_LEFT) > 0:
         part = _add_to_board(PARTS_LEFT, -1) - 1
@@ -236,8 +264,8 @@ def _take_parts():
 def _run_parts(function_number, parts, frame_address, array, extra):
     """Compute all parts of a kernel.
 
-    The threads that wait help, unless another caller has them. Each part gets the call frame, the
-    address of `array` and `extra`.
+    The other threads help, unless they work for another caller. Each call of the part function gets
+    the call frame, the address of `array`, `extra` and the number of the part.
     """
     function = _read_board(PART_FUNCTIONS + function_number)
     if _add_to_board(CALLERS, 1) == 0:
@@ -257,9 +285,9 @@ def _run_parts(function_number, parts, frame_address, array, extra):
 
 
 def _work_until_end():
-    """Take parts until the program ends: the life of a thread.
+    """Run a thread: compute parts of kernels until the program ends.
 
-    It gives its core to whoever wants it, at each look for work.
+    The thread yields its core to other threads each time it finds no work.
     """
     idle_looks = 0
     while not _read_board(HAS_ENDED):
@@ -278,10 +306,10 @@ def _work_until_end():
 
 
 def _emit_prefetch(builder, address, level=1):
-    """Fetch what is to be read soon into the caches from this level on."""
+    """Emit a prefetch of the cache line at `address` into the caches from `level` on."""
     prefetch_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
     prefetch = cgutils.get_or_insert_function(builder.module, prefetch_type, "llvm.prefetch.p0")
-    # to be read, with this locality, into the caches of data
+    # The flags mean: for reading, with this locality, into the data caches.
     flags = [INT32(0), INT32(4 - level), INT32(1)]
     builder.call(prefetch, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
 
@@ -302,9 +330,10 @@ def _prefetch_rows(matrix, rows, columns):
 
 @compiled(fastmath=FAST_MATH, inline="always")
 def _exp(x):
-    """Return e^x to 2e-7 of itself.
+    """Return e^x with a relative error of 2e-7.
 
-    It is 2^k times a polynomial of the rest, so that a loop over it runs in vectors.
+    The result is 2^k times a polynomial of the remainder, so a loop over it can use vector
+    instructions.
     """
     x = MIN_EXPONENT if x < MIN_EXPONENT else x
     k = np.floor(x * LOG2_E + np.float32(0.5))
@@ -316,19 +345,21 @@ def _exp(x):
 
 
 def _emit_load(builder, address, kind: Any = VECTOR):
+    """Emit a load of a vector, or of another type, from an address."""
     loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
     loaded.align = 4
     return loaded
 
 
 def _emit_multiply_add(builder, left, right, total):
-    """Add left * right to what `total` points to."""
+    """Emit total += left * right, where `total` is a pointer to a vector."""
     fma_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
     builder.store(builder.call(fma, [left, right, builder.load(total)]), total)
 
 
 def _emit_vector_sum(builder, vector):
+    """Emit the sum of the floats of a vector."""
     sum_type = ir.FunctionType(FLOAT32, [FLOAT32, VECTOR])
     name = f"llvm.vector.reduce.fadd.v{LANES}f32"
     add_up = cgutils.get_or_insert_function(builder.module, sum_type, name)
@@ -343,7 +374,7 @@ def _emit_offset(builder, base, count, distance):
 
 @instruction(types.float32, types.int64, types.int64)
 def _sum_floats(builder, address, count):
-    """Return the sum of `count` floats at an address: a multiple of TILE_COLUMNS."""
+    """Return the sum of `count` floats at an address. `count` is a multiple of TILE_COLUMNS."""
     totals = [cgutils.alloca_once_value(builder, ZERO_VECTOR) for _ in range(TILE_COLUMNS // LANES)]
     stop = builder.mul(count, INT64(4))
     step = INT64(4 * TILE_COLUMNS)
@@ -357,11 +388,12 @@ def _sum_floats(builder, address, count):
 
 
 def _make_dots(rows: int) -> Any:
-    """Return the instruction sums[m, r] = matrix[m] . activations[r].
+    """Return a function that computes sums[m, r] = matrix[m] . activations[r].
 
-    m runs over DOT_OUTPUTS outputs and r over `rows` rows. The vectors have `count` floats and lie
-    `stride` bytes apart. The other arguments are addresses. It is written in vectors, as the next
-    one is: LLVM finds neither the form nor the prefetching itself.
+    m runs over DOT_OUTPUTS outputs, and r over `rows` rows. Each row of `matrix` and `activations`
+    has `count` floats, and the rows are `stride` bytes apart. The other arguments are addresses.
+    The vector instructions and the prefetching are written out here and in `_make_tile`, because
+    LLVM does not find them itself.
     """
 
     @instruction(types.void, *[types.int64] * 5)
@@ -399,11 +431,13 @@ def _make_dots(rows: int) -> Any:
 
 
 def _make_tile(rows: int, vectors: int) -> Any:
-    """Return the instruction sums[r, c] += left[r, s] right[s, c], summed over s.
+    """Return a function that computes sums[r, c] += left[r, s] right[s, c], summed over s.
 
-    r runs over `rows` rows and c over `vectors` vectors. All arguments are addresses and distances
-    in bytes: on the left `row_bytes` from r to r and `step_bytes` from s to s. The rows of the left
-    side after the next ones are prefetched. `steps` is a multiple of TILE_STEPS.
+    r runs over `rows` rows, c over `vectors` vectors, and s over `steps` steps, a multiple of
+    TILE_STEPS. `left`, `right` and `sums` are addresses. The other arguments are distances in bytes:
+    in `left` from r to r + 1 (`row_bytes`) and from s to s + 1 (`step_bytes`), in `right` from s to
+    s + 1 (`right_bytes`), and in `sums` from r to r + 1 (`sum_bytes`). The rows of `left` after the
+    next tile are prefetched.
     """
 
     @instruction(types.void, *[types.int64] * 8)
@@ -458,30 +492,34 @@ _add_panel_of_three_vectors = _make_tile(PANEL_OUTPUTS, 3)
 
 @compiled(inline="always")
 def _words(address, count):
-    """Return `count` integers of eight bytes at an address."""
+    """Return the `count` integers of eight bytes at an address, as an array."""
     return carray(_pointer(address), (count,), np.int64)
 
 
 @compiled(inline="always")
 def _data_and_dimensions(buffer, rank):
+    """Return the data pointer and the dimensions of one of XLA's buffers."""
     words = _words(buffer, BUFFER_DIMENSIONS + 1)
     return _pointer(words[BUFFER_DATA]), _words(words[BUFFER_DIMENSIONS], rank)
 
 
 @compiled()
 def _float_matrix(buffer):
+    """Return a buffer of rank 2 as an array of float32."""
     data, dimensions = _data_and_dimensions(buffer, 2)
     return carray(data, (dimensions[0], dimensions[1]), np.float32)
 
 
 @compiled()
 def _integer_matrix(buffer):
+    """Return a buffer of rank 2 as an array of int32."""
     data, dimensions = _data_and_dimensions(buffer, 2)
     return carray(data, (dimensions[0], dimensions[1]), np.int32)
 
 
 @compiled()
 def _float_array_of_rank_4(buffer):
+    """Return a buffer of rank 4 as an array of float32."""
     data, dimensions = _data_and_dimensions(buffer, 4)
     shape = (dimensions[0], dimensions[1], dimensions[2], dimensions[3])
     return carray(data, shape, np.float32)
@@ -489,15 +527,15 @@ def _float_array_of_rank_4(buffer):
 
 @compiled()
 def _packed_row(buffer):
-    """Return [tokens, heads, head_dim] of [1, tokens, heads, head_dim]."""
+    """Return a buffer [1, tokens, heads, head_dim] as an array [tokens, heads, head_dim]."""
     return _float_array_of_rank_4(buffer)[0]
 
 
 @compiled()
 def _is_question_for_version(frame_address):
-    """Answer XLA's question for the version of its interface, and return whether it was asked.
+    """Return whether a call only asks for the version of the interface, and answer it then.
 
-    The question comes once, in place of a call.
+    XLA makes such a call once for each kernel.
     """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     if not frame[FRAME_EXTENSION]:
@@ -515,9 +553,9 @@ def _is_question_for_version(frame_address):
 
 @compiled()
 def _product_buffers(frame_address):
-    """Return the number of matrices, the arguments, the results, and the number of rows.
+    """Return (number of matrices, argument buffers, result buffers, number of rows) of a call.
 
-    The arguments are the buffers of the rows and of the matrices.
+    The first argument buffer holds the rows, and the others hold the matrices.
     """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     matrices = frame[FRAME_RESULT_COUNT]
@@ -528,14 +566,15 @@ def _product_buffers(frame_address):
 
 @compiled()
 def _product_parts():
+    """Return into how many parts a product is split."""
     return PARTS_PER_THREAD * _read_board(THREAD_COUNT)
 
 
 @compiled()
 def _groups_of_part(part, outputs, group_outputs):
-    """Return the first group of outputs of a part and the one after its last.
+    """Return the range (first, one after the last) of the groups of outputs of a part.
 
-    No two parts write into one line of a cache.
+    A group has `group_outputs` outputs. Different parts never write into the same cache line.
     """
     lines = -(-outputs * 4 // CACHE_LINE_BYTES)
     parts = _product_parts()
@@ -546,19 +585,23 @@ def _groups_of_part(part, outputs, group_outputs):
 
 @compiled()
 def _rows_per_dot(rows):
+    """Return how many rows are multiplied together, for a product of `rows` rows."""
     return 6 if rows > 8 else 4
 
 
 @compiled()
 def _rows_in_cache(inputs):
-    """Return how many rows stay in a core's cache while the matrix passes: whole panels."""
+    """Return how many rows are used in one pass over the matrix, a multiple of PANEL_ROWS.
+
+    These rows fit into the cache of a core.
+    """
     return max(1, CACHED_FLOATS // inputs // PANEL_ROWS) * PANEL_ROWS
 
 
 def _product_by_dots_part(frame_address, padded_address, _, part):
-    """Compute a part of the outputs of a product of few rows.
+    """Compute one part of the outputs of a product of few rows, as dot products.
 
-    `padded_address` is the address of the rows, filled up with zeros.
+    `padded_address` is the address of the rows, padded with rows of zeros.
     """
     matrices, arguments, results, count = _product_buffers(frame_address)
     together = _rows_per_dot(count)
@@ -584,7 +627,7 @@ def _product_by_dots_part(frame_address, padded_address, _, part):
 
 
 def _transpose_panel_part(frame_address, panels_address, first_row, panel):
-    """Write rows of the activations as a panel [inputs, PANEL_ROWS]."""
+    """Transpose PANEL_ROWS rows of the activations into one panel, [inputs, PANEL_ROWS]."""
     rows = _float_matrix(_product_buffers(frame_address)[1][0])
     start = first_row + panel * PANEL_ROWS
     inputs = rows.shape[1]
@@ -595,7 +638,10 @@ def _transpose_panel_part(frame_address, panels_address, first_row, panel):
 
 
 def _product_by_tiles_part(frame_address, panels_address, first_row, part):
-    """Compute a part of the outputs for the rows from `first_row` on that stand in the panels."""
+    """Compute one part of the outputs in tiles, for the rows that are in the panels.
+
+    The panels hold the rows from `first_row` on.
+    """
     matrices, arguments, results, count = _product_buffers(frame_address)
     sums = np.empty((PANEL_OUTPUTS, PANEL_ROWS), np.float32)
     home = sums.ctypes.data
@@ -634,7 +680,8 @@ def _product_by_tiles_part(frame_address, panels_address, first_row, part):
 def _compute_products(frame_address):
     """Compute rows @ matrix.T for all matrices.
 
-    The inner length is a multiple of TILE_STEPS, and a matrix has at least PANEL_OUTPUTS outputs.
+    The number of inputs must be a multiple of TILE_STEPS, and each matrix must have at least
+    PANEL_OUTPUTS outputs.
     """
     rows = _float_matrix(_product_buffers(frame_address)[1][0])
     count, inputs = rows.shape
@@ -658,7 +705,10 @@ def _compute_products(frame_address):
 def _add_tiles(
     left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns
 ):
-    """Do what `_add_tile` does, for more rows and columns, rounded up to whole tiles."""
+    """Compute sums += left @ right in tiles. Rows and columns are rounded up to whole tiles.
+
+    The arguments are those of `_make_tile`, and the numbers of rows and columns.
+    """
     column = 0
     while rows <= LOW_TILE_ROWS and column + 2 * TILE_COLUMNS <= columns:
         _add_low_tile(
@@ -689,7 +739,7 @@ def _add_tiles(
 
 @compiled()
 def _add_product(left, right, sums):
-    """Compute sums += left @ right, of whole tiles. `right` may have more columns."""
+    """Compute sums += left @ right for arrays of whole tiles. `right` may have more columns."""
     _add_tiles(
         left.ctypes.data,
         left.strides[0],
@@ -706,12 +756,13 @@ def _add_product(left, right, sums):
 
 @compiled()
 def _round_up(count, multiple):
+    """Round `count` up to a multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
 
 @compiled()
 def _padded_to_tiles(matrix):
-    """Return the matrix, or a copy with zeros behind it that whole tiles cover."""
+    """Return the matrix itself if it consists of whole tiles, otherwise a copy padded with zeros."""
     rows = _round_up(matrix.shape[0], TILE_STEPS)
     columns = _round_up(matrix.shape[1], TILE_COLUMNS)
     if rows == matrix.shape[0] and columns == matrix.shape[1]:
@@ -723,9 +774,9 @@ def _padded_to_tiles(matrix):
 
 @compiled(fastmath=FAST_MATH)
 def _exponentiate(scores, lanes):
-    """Replace scores by exp(scores - their maximum), and return the sum of that.
+    """Replace the scores by exp(score - largest score), and return their sum.
 
-    `scores` are whole tiles.
+    The number of scores is a multiple of TILE_COLUMNS. `lanes` is working memory, [TILE_COLUMNS].
     """
     lanes[:] = scores[:TILE_COLUMNS]
     for place in range(0, scores.size, TILE_COLUMNS):
@@ -742,7 +793,7 @@ def _exponentiate(scores, lanes):
 def _add_values(weights, values, count, results):
     """Compute results += weights[:, :count] @ values[:count].
 
-    What lies behind `count` may be broken, and is not read.
+    Values from `count` on may be NaN, so they are not read.
     """
     whole = count - count % TILE_STEPS
     _add_product(weights[:, :whole], values, results)
@@ -759,10 +810,11 @@ def _add_values(weights, values, count, results):
 def _attend_requests(
     query, keys, values, prefix_keys, prefix_values, row_table, mixed, first, stop, kv_head
 ):
-    """Compute one head of keys of the requests from `first` to before `stop`.
+    """Compute the attention of requests `first` to before `stop`, for one key and value head.
 
-    They all see the same part of the same prefix. Scores are [queries, prefix and row]. A tile may
-    reach beyond a request's scores, into what is written later.
+    All of these requests see the same part of the same prefix. The scores are [queries, tokens],
+    where the tokens of the prefix come first, then those of the row. A tile may write beyond the
+    scores of its request, into scores that are computed later.
     """
     time, heads, head_dim = query.shape[1:]
     width = keys.shape[3]
@@ -772,7 +824,8 @@ def _attend_requests(
     count = (stop - first) * queries_per_request
     prefix = row_table[first, 2]
     prefix_length = row_table[first, 3]
-    row_start = _round_up(prefix_length, TILE_COLUMNS)  # in the scores
+    # The column of the scores where the tokens of the row begin.
+    row_start = _round_up(prefix_length, TILE_COLUMNS)
     longest = min(row_table[first:stop, 1].max() + time - 1, width)
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
 
@@ -785,7 +838,7 @@ def _attend_requests(
     lanes = np.empty(TILE_COLUMNS, np.float32)
     totals = np.ones(count, np.float32)
 
-    # Gather the queries, and fetch what they will read.
+    # Gather the scaled queries, and prefetch the keys and values that they will read.
     for request in range(first, stop):
         for step in range(time):
             for head in range(sharing):
@@ -799,12 +852,13 @@ def _attend_requests(
             _prefetch_rows(keys[cache_row, kv_head], head_dim, length)
             _prefetch_rows(values[cache_row, kv_head], length, head_dim)
 
-    # Scores of the prefix, for all requests together.
+    # Compute the scores over the prefix, for all requests together.
     if prefix_length > 0:
         prefix_matrix = _padded_to_tiles(prefix_keys[prefix, kv_head])
         _add_product(queries[:count], prefix_matrix, scores[:count, :row_start])
 
-    # Scores, softmax and values of each request's own row.
+    # For each request, compute the scores over its row, the softmax, and the mix of the row's
+    # values.
     for request in range(first, stop):
         cache_row = row_table[request, 0]
         visible_to_first = row_table[request, 1]
@@ -829,7 +883,7 @@ def _attend_requests(
         _add_values(row_scores, row_values, length, row_results[:queries_per_request])
         results[numbers] = row_results[:queries_per_request]
 
-    # Values of the prefix, for all requests together.
+    # Add the values of the prefix, for all requests together.
     if prefix_length > 0:
         prefix_matrix = _padded_to_tiles(prefix_values[prefix, kv_head])
         _add_values(scores[:count], prefix_matrix, prefix_length, results[:count])
@@ -847,13 +901,14 @@ def _attend_requests(
 
 @compiled()
 def _requests_per_group(query_shape, kv_heads):
+    """Return how many requests a thread takes together."""
     queries_per_request = query_shape[1] * query_shape[2] // kv_heads
     return max(1, QUERIES_PER_GROUP // queries_per_request)
 
 
 @compiled()
 def _compute_paged_attention(frame_address):
-    """See `kernels.PagedAttention`. A part is one head of keys of a group of requests."""
+    """Compute `kernels.PagedAttention`. A part is one key and value head of a group of requests."""
     arguments = _words(_words(frame_address, FRAME_RESULTS)[FRAME_ARGUMENTS], 2)
     query = _float_array_of_rank_4(arguments[0])
     kv_heads = _float_array_of_rank_4(arguments[1]).shape[1]
@@ -862,6 +917,7 @@ def _compute_paged_attention(frame_address):
 
 
 def _paged_attention_part(frame_address, _, groups, part):
+    """Compute one part of paged attention."""
     frame = _words(frame_address, FRAME_RESULTS + 1)
     arguments = _words(frame[FRAME_ARGUMENTS], 6)
     query = _float_array_of_rank_4(arguments[0])
@@ -876,7 +932,7 @@ def _paged_attention_part(frame_address, _, groups, part):
     kv_head = part // groups
     first = part % groups * group_size
     stop = min(query.shape[0], first + group_size)
-    # Requests that follow each other and see as much of the same prefix are computed together.
+    # Consecutive requests that see the same part of the same prefix are computed together.
     for request in range(first + 1, stop + 1):
         if request == stop or (row_table[request, 2:] != row_table[first, 2:]).any():
             _attend_requests(
@@ -899,9 +955,9 @@ def _paged_attention_part(frame_address, _, groups, part):
 
 @compiled()
 def _head_of_tokens(source, start, stop, head, scale):
-    """Return [tokens, head_dim] of a head, times `scale`.
+    """Return one head of the tokens `start` to before `stop`, times `scale`: [tokens, head_dim].
 
-    Zeros behind it fill it up to whole blocks.
+    The result is padded with zeros to whole blocks and tiles.
     """
     rows = _round_up(stop - start, BLOCK_TOKENS)
     gathered = np.zeros((rows, _round_up(source.shape[2], TILE_COLUMNS)), np.float32)
@@ -913,14 +969,20 @@ def _head_of_tokens(source, start, stop, head, scale):
 
 @compiled()
 def _set_later_keys(scores, value):
-    """Set the scores [keys, queries] of a block with itself where the key comes after the query."""
+    """Set the scores of keys that come after the query (causal mask).
+
+    `scores` are the scores of a block of tokens with itself, [keys, queries].
+    """
     for key in range(1, BLOCK_TOKENS):
         scores[key, :key] = value
 
 
 @compiled(fastmath=FAST_MATH)
 def _attend_segment(query, key, value, mixed, normalizers, head, start, stop):
-    """Compute one head of the tokens from `start` to before `stop`, and logsumexp of its scores."""
+    """Compute causal attention of one head over one segment, the tokens `start` to before `stop`.
+
+    Writes the mixed values, and the logsumexp of the scores of each query into `normalizers`.
+    """
     head_dim = query.shape[2]
     kv_head = head * key.shape[1] // query.shape[1]
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
@@ -937,12 +999,12 @@ def _attend_segment(query, key, value, mixed, normalizers, head, start, stop):
         rows = _round_up(tokens, TILE_ROWS)
         queries = _head_of_tokens(query, block_start, block_start + tokens, head, scale)
 
-        # Scores, keys by queries.
+        # Compute the scores, [keys, queries].
         scores[:seen] = np.float32(0)
         _add_product(keys[:seen], queries.T.copy()[:, :columns], scores[:seen, :columns])
         _set_later_keys(scores[seen - BLOCK_TOKENS :], np.float32(-np.inf))
 
-        # Softmax, without the division.
+        # Compute the softmax without its division.
         peaks[:] = scores[0]
         for place in range(1, seen):
             for number in range(BLOCK_TOKENS):
@@ -956,7 +1018,7 @@ def _attend_segment(query, key, value, mixed, normalizers, head, start, stop):
                 totals[number] += weight
         _set_later_keys(scores[seen - BLOCK_TOKENS :], np.float32(0))
 
-        # Values.
+        # Mix the values, and divide by the totals of the softmax.
         results[:] = np.float32(0)
         _add_product(scores[:seen].T, values[:seen], results[:rows])
         for number in range(tokens):
@@ -982,10 +1044,15 @@ def _add_segment_gradient(
     start,
     stop,
 ):
-    """Compute the gradients of one head of the tokens from `start` to before `stop`.
+    """Compute the gradients of one head over one segment, the tokens `start` to before `stop`.
 
-    With upstream gradient g of a query's mixed values m, weight w and score s of a key k with value
-    v: d v = w g, d s = w (g . v - g . m), d q = scale * sum of d s k, d k = d s (scale q).
+    Notation: query q with mixed values m and upstream gradient g = d m, key k with value v,
+    attention weight w and score s of the pair. Summed over all pairs (q, k):
+
+        d v = w g
+        d s = w (g . v - g . m)
+        d q = scale * d s k
+        d k = d s (scale q)
     """
     head_dim = query.shape[2]
     kv_head = head * key.shape[1] // query.shape[1]
@@ -1015,7 +1082,7 @@ def _add_segment_gradient(
                 results[number, dim] = upstream[number, dim] * mixed[token, head, dim]
             gradient_dot_mixed[number] = _sum_floats(results[number].ctypes.data, results.shape[1])
 
-        # All blocks of keys up to the queries' own.
+        # Go through all blocks of keys up to the block of the queries.
         results[:] = np.float32(0)
         for first_key in range(0, block_start - start + BLOCK_TOKENS, BLOCK_TOKENS):
             block = slice(first_key, first_key + BLOCK_TOKENS)
@@ -1044,9 +1111,10 @@ def _add_segment_gradient(
 
 @compiled()
 def _run_segments(function_number, frame_address):
-    """See `kernels.PackedAttention`. A part is one head of one segment."""
+    """Compute `kernels.PackedAttention` or its gradient. A part is one head of one segment."""
     arguments = _words(_words(frame_address, FRAME_RESULTS)[FRAME_ARGUMENTS], 4)
-    segment_starts = _integer_matrix(arguments[3])[0]  # for each token, the first of its segment
+    # For each token, the index of the first token of its segment.
+    segment_starts = _integer_matrix(arguments[3])[0]
     tokens = segment_starts.size
     bounds = np.append(np.flatnonzero(segment_starts == np.arange(tokens)), tokens)
     segments = bounds.size - 1
@@ -1055,6 +1123,7 @@ def _run_segments(function_number, frame_address):
 
 
 def _packed_attention_part(frame_address, bounds_address, segments, part):
+    """Compute one part of packed attention."""
     frame = _words(frame_address, FRAME_RESULTS + 1)
     arguments = _words(frame[FRAME_ARGUMENTS], 4)
     results = _words(frame[FRAME_RESULTS], 2)
@@ -1073,9 +1142,10 @@ def _packed_attention_part(frame_address, bounds_address, segments, part):
 
 
 def _packed_gradient_part(frame_address, bounds_address, segments, part):
-    """Compute a part of the gradient of packed attention.
+    """Compute one part of the gradient of packed attention.
 
-    A head of keys has its gradient in parts, one for each head of queries.
+    The gradients of keys and values are written separately for each query head. `calls.py` adds
+    them up.
     """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     arguments = _words(frame[FRAME_ARGUMENTS], 7)
@@ -1098,28 +1168,32 @@ def _packed_gradient_part(frame_address, bounds_address, segments, part):
     )
 
 
-# What XLA calls. Each returns 0, which is no error. -----------------------------------------------
+# The functions that XLA calls. Each returns 0, which means no error. -------------------------------
 
 
 def paged_attention(frame_address):
+    """Compute `kernels.PagedAttention`."""
     if not _is_question_for_version(frame_address):
         _compute_paged_attention(frame_address)
     return 0
 
 
 def products(frame_address):
+    """Compute `kernels.Product`."""
     if not _is_question_for_version(frame_address):
         _compute_products(frame_address)
     return 0
 
 
 def packed_attention(frame_address):
+    """Compute `kernels.PackedAttention`."""
     if not _is_question_for_version(frame_address):
         _run_segments(PACKED_ATTENTION, frame_address)
     return 0
 
 
 def packed_attention_gradient(frame_address):
+    """Compute the gradient of `kernels.PackedAttention`."""
     if not _is_question_for_version(frame_address):
         _run_segments(PACKED_GRADIENT, frame_address)
     return 0
@@ -1139,10 +1213,10 @@ PARTS_OF_KERNEL = {
 
 @functools.cache
 def address(kernel: Callable) -> int:
-    """Return the address of what XLA calls.
+    """Return the address of a function that XLA can call. Compile it at the first call.
 
-    A kernel is compiled when it is asked for: a run that only samples need not wait for what
-    trains.
+    Kernels are compiled one by one, so that a program that only samples does not wait for the
+    training kernels.
     """
     _start_threads()
     for number, part in PARTS_OF_KERNEL[kernel].items():
@@ -1152,9 +1226,9 @@ def address(kernel: Callable) -> int:
 
 @functools.cache
 def _start_threads() -> None:
-    """Start one thread for each core but one. They end before Python does.
+    """Start one thread for each core except one. They end before the Python interpreter does.
 
-    Whoever calls a kernel works too, so one core needs no thread.
+    The thread that calls a kernel works too, so one core needs no thread of this module.
     """
     cores = usable_cores()
     target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _work_until_end))
@@ -1172,7 +1246,7 @@ def _start_threads() -> None:
 
 @functools.cache
 def _compiled_for_c(signature, function: Callable) -> int:
-    """Return the address of a function that C can call, compiled or read from numba's cache."""
+    """Return the address of a C function for `function`, compiled or read from numba's cache."""
     made: Any = cfunc(signature, cache=True)(inspect.unwrap(function))
     COMPILED.append(made)
     return made.address

@@ -1,13 +1,21 @@
 """The interface between the trainer and a loss.
 
-A loss names the extra columns that it needs in a batch. It returns loss and metrics of a decoder on
-a batch. It is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most
-losses are functions of the log-probabilities of the trained tokens and define only `of`. A loss
-that needs more of the decoder replaces `__call__`. To add a loss, add a file here.
+A loss takes a decoder and a batch of packed rows. It returns the number that the trainer minimises,
+and metrics that describe it. `Loss.columns` names the extra columns that the loss reads from the
+batch, for example advantages.
 
-A batch may go through the model in parts. So the number by which a sum is divided is counted over
-the whole batch first (`counts`). Loss and metrics of a part are sums over the part, each divided by
-a count of the whole, and the parts add up to the batch.
+Each loss is a frozen dataclass, and its fields are its hyper-parameters. Two losses with equal
+fields share one compiled training step. Most losses need only the log-probabilities of the trained
+tokens and define only `of`. A loss that needs more of the decoder replaces `__call__`. To add a
+loss, add a file to this folder.
+
+With gradient accumulation a batch goes through the model part by part:
+
+    loss(batch) = sum over parts of (sum over the part of the terms / count over the whole batch)
+
+So `counts` first counts over the whole batch, for example its trained tokens. Then the loss of each
+part is a sum over that part, divided by a count of the whole batch. The losses of the parts add up
+to the loss of the batch, and so do their metrics.
 """
 
 from collections.abc import Mapping
@@ -28,26 +36,31 @@ LossAndMetrics = tuple[Float[Array, ""], Metrics]
 
 
 class Loss:
-    """Base of all losses. Counts and metrics reach `StepMetrics` under their names."""
+    """Base of all losses.
+
+    `StepMetrics` and the training log show the counts and the metrics of a loss under their names.
+    """
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the extra columns that batches have to carry (`PackedRows.columns`)."""
+        """The names of the extra columns that the loss reads from a batch (`Batch.columns`)."""
         return ()
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        """Count what sums are divided by, in the whole batch.
+        """Return the counts that the sums of the loss are divided by.
 
-        `trained_tokens` is always among the counts.
+        `batch` is the whole batch. `trained_tokens`, the number of trained tokens, is always among
+        the counts.
         """
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        """Return loss and metrics.
+        """Return the loss of a batch or of a part of it, and its metrics.
 
-        `log_probs` are the log-probabilities of the trained tokens, and 0 elsewhere.
+        `log_probs` holds the log-probability of each trained token given its prefix, and 0 for all
+        other tokens. `counts` are the counts of the whole batch.
         """
         raise NotImplementedError
 
@@ -60,9 +73,11 @@ class Loss:
         attention: Implementation = "auto",
         remat: Remat | Literal["auto"] = "auto",
     ) -> LossAndMetrics:
-        """Return loss and metrics of a decoder on `batch`.
+        """Return the loss of a decoder on `batch`, and its metrics.
 
-        `counts` are those of the whole batch, of which `batch` may be a part (None: of `batch`).
+        `batch` may be a part of a larger batch. `counts` are then the counts of the larger batch.
+        None counts in `batch` itself. `attention` and `remat` are passed on to
+        `learning.log_probs`.
         """
         log_probs = token_log_probs(
             decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat
@@ -73,14 +88,21 @@ class Loss:
 
 
 def divided(total: Num[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
-    """Divide a sum over a part by a count of the whole; 0 where there is nothing to count."""
+    """Return total / count, or `total` if the count is 0.
+
+    `total` is a sum over a part of a batch, and `count` counts over the whole batch. If there is
+    nothing to count, the sum is 0 too, and so is the result.
+    """
     return total / jnp.maximum(count, 1)
 
 
 def sum_by_id(
     values: Num[Array, "rows time"], ids: Int[Array, "rows time"]
 ) -> Num[Array, "rows ids"]:
-    """Sum each row's values by their ids, which are between 0 and `time`."""
+    """Return, for each row and each id, the sum of the values that have this id.
+
+    Ids are between 0 and `time`, so the result has the shape [rows, time + 1].
+    """
     num_ids = ids.shape[1] + 1
 
     def sum_row(row_values: Array, row_ids: Array) -> Array:

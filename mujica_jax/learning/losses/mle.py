@@ -3,9 +3,13 @@
     loss = - sum over trained t of log p(x_t | x_<t) / number of trained t
          + z_loss * sum over trained t of logsumexp(logits_t-1)^2 / number of trained t
 
-Sums and numbers are over the whole batch, never over padding. The second line, off by default,
-keeps logits from drifting by a constant, which log p does not see and bfloat16 does (ST-MoE, arXiv
-2202.08906, equation 5).
+t runs over the trained tokens of the whole batch. Padding and untrained tokens do not count. x_<t
+are the tokens before x_t in its conversation, and logits_t-1 are the logits that predict x_t.
+
+The second line is the z-loss (ST-MoE, arXiv 2202.08906, equation 5). It is off by default. A
+constant that is added to all logits of a position leaves log p unchanged, so the first line lets
+all logits drift together. Large logits are inexact in bfloat16. The z-loss holds their logsumexp
+near 0.
 """
 
 import dataclasses
@@ -22,8 +26,9 @@ from mujica_jax.models.decoder import Decoder, Remat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLE(Loss):
-    """Mean negative log-likelihood of the batch's trained tokens; 0 if there are none."""
+    """The mean negative log-likelihood of the trained tokens, or 0 if there are none."""
 
+    # Weight of the squared log-normaliser of the logits. 0 turns the z-loss off.
     z_loss: float = 0.0
 
     def __call__(
@@ -48,7 +53,7 @@ class MLE(Loss):
             counts = self.counts(batch)
         trained_tokens = counts["trained_tokens"]
 
-        # Outside of the mask log-probabilities and normalizers are 0.
+        # Log-probabilities and log-normalisers are 0 for all tokens that are not trained.
         loss = -divided(jnp.sum(scores.log_probs), trained_tokens)
         if has_z_loss:
             squares = jnp.sum(jnp.square(scores.log_normalizers))

@@ -3,11 +3,21 @@
     gain(y) = sum over trained t of y of (log p(x_t) - log p_reference(x_t))
     loss    = - mean over pairs of log sigmoid(beta (gain(chosen) - gain(rejected)))
 
-Both conversations of a pair stand in one row (`packing.pack(..., pairs=True)`), so a pair is whole
-in every part of a batch and on every device. Columns: `pairs`, which that makes (+n at the tokens
-of the chosen conversation of the row's n-th pair, -n at those of the rejected one), and
-`reference_log_probs`: the reference is the policy before training, scored once (`Trainer.score`).
-DecEx-RAG published no beta: ours is 0.1.
+A pair has two conversations: the chosen one, which is better, and the rejected one. The gain of a
+conversation y is the amount by which training has raised its log-probability. The loss falls when
+the chosen conversation gains more than the rejected one. The reference is the policy before
+training. `Trainer.score` computes its log-probabilities once, before the first step.
+
+`packing.pack(..., pairs=True)` puts both conversations of a pair into one row. So a pair is never
+split between two parts of a batch or between two devices.
+
+Columns, each with one number for each token:
+
+- `pairs`: made by `packing.pack`. In the n-th pair of a row, tokens of the chosen conversation have
+  +n and tokens of the rejected one have -n. Padding has 0.
+- `reference_log_probs`: log p_reference(x_t)
+
+DecEx-RAG trains with this loss and publishes no beta. Our default is 0.1.
 """
 
 import dataclasses
@@ -22,12 +32,14 @@ from mujica_jax.learning.packing import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPO(Loss):
-    """The mean DPO loss over the pairs of a batch, 0 if there are none.
+    """The mean DPO loss over the pairs of a batch, or 0 if there are no pairs.
 
-    The metrics say how often (`accuracy`) and by how much (`margin`) the chosen conversation gained
-    more than the rejected one.
+    Metrics: `margin` is the mean of beta (gain(chosen) - gain(rejected)). `accuracy` is the share
+    of pairs whose margin is positive.
     """
 
+    # Scale of the difference of the gains (beta in equation 7). A larger beta keeps the policy
+    # closer to the reference.
     beta: float = 0.1
 
     @property
@@ -35,6 +47,7 @@ class DPO(Loss):
         return ("pairs", "reference_log_probs")
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
+        """Return the numbers of trained tokens and of pairs."""
         counts = super().counts(batch)
         counts["pairs"] = jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)
         return counts
@@ -42,18 +55,18 @@ class DPO(Loss):
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        # Selected before the difference is summed: what an untrained token holds reaches neither
-        # value nor gradient.
+        # Untrained tokens get 0 before the sum. So whatever they hold, even NaN, changes neither
+        # the value nor the gradient.
         trained = jnp.asarray(batch.loss_mask)
         gains = jnp.where(trained, log_probs - batch.columns["reference_log_probs"], 0.0)
 
-        # beta (gain(chosen) - gain(rejected)) of each pair.
+        # For each pair number: beta (gain(chosen) - gain(rejected)).
         pairs = _pairs(batch)
         margin = self.beta * sum_by_id(jnp.sign(pairs) * gains, jnp.abs(pairs))
         is_pair = _is_pair(pairs)
 
-        # log sigmoid(x) as JAX has it: log(1 / (1 + exp(-x))) overflows where the rejected one is
-        # far ahead.
+        # JAX's log_sigmoid is stable. log(1 / (1 + exp(-x))) would overflow for a pair whose
+        # rejected conversation gained much more.
         log_likelihoods = jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0)
         loss = -divided(jnp.sum(log_likelihoods), counts["pairs"])
         return loss, {
@@ -63,11 +76,14 @@ class DPO(Loss):
 
 
 def _pairs(batch: Batch) -> Int[Array, "rows time"]:
-    """Return the pair number of each token, negative for rejected ones."""
+    """Return the pair number of each token: positive if chosen, negative if rejected, else 0."""
     return jnp.asarray(batch.columns["pairs"]).astype(jnp.int32)
 
 
 def _is_pair(pairs: Int[Array, "rows time"]) -> Array:
-    """Return which of a row's pair numbers belong to a pair; 0 is padding."""
+    """Return, for each row and each pair number, whether the row has a pair of this number.
+
+    The shape is [rows, time + 1]. Number 0 is padding and never a pair.
+    """
     token_counts = sum_by_id(jnp.ones_like(pairs), jnp.abs(pairs))
     return (token_counts > 0).at[:, 0].set(False)

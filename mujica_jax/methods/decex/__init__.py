@@ -1,1 +1,1 @@
-"""DecEx-RAG: search trees are grown, and their best chains and preference pairs are learnt."""
+"""DecEx-RAG: grow search trees, and learn their best chains and preference pairs."""

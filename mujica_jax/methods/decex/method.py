@@ -1,27 +1,30 @@
-"""DecEx-RAG: a search tree for each question, fine-tuning on its best chains, then DPO.
+"""Train with DecEx-RAG: grow a search tree for each question, then learn with SFT and DPO.
 
-The fine-tuning is maximum likelihood. DPO learns from the executions and decisions that the trees
-scored (section 2.3 and appendix A.2 of the paper).
+SFT (supervised fine-tuning) maximises the likelihood of each tree's best chain. DPO learns from
+preference pairs of executions and decisions that the trees scored (section 2.3 and appendix A.2 of
+the paper). The method has these steps:
 
-The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
-run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy
-that it begins with. Each of the last two can be left out. `methods/decex/tree.py` has the trees
-and how we read them, `methods/decex/records.py` what is kept of them; a restart finds that, and the
-log-probabilities of the reference, in the run directory.
+1. Warm-up. With `warmup.steps` 0, the start of the run is evaluated without training.
+2. Trees: grow a tree for each question with the policy after the warm-up, one shard at a time.
+   `methods/decex/tree.py` grows the trees, and `methods/decex/records.py` stores them.
+3. SFT on the best chains (optional).
+4. DPO on the preference pairs (optional). The reference policy is the policy before this step. Its
+   log-probabilities are stored in the run directory, so a restart does not need that policy.
 
-The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the
-executions of retrieval decisions, as Qwen3-30B-A3B did in the paper for Qwen2.5-7B-Instruct
-(section 3.2).
+By default the policy writes the whole tree. With `method.remote` a second model writes everything
+except the executions of retrieval decisions. In the paper Qwen3-30B-A3B did this for
+Qwen2.5-7B-Instruct (section 3.2).
 
-Differences from the paper, besides those of the tree and of the agent:
+Differences from the paper, in addition to those of the tree and of the agent:
 
-- SFT learns the path from root to leaf where a leaf has the tree's best reward, and one path where
-  several have. Where no leaf has it, an episode that was played from a node and has it stands in. A
-  chain is learnt if it earns `min_reward`; the paper does not say whether a wrong one is learnt.
-- A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output
-  at the searches, which trains the same tokens given the same tokens before them.
-- beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and
-  epochs of SFT: the paper published none.
+- SFT learns one chain of each tree: a path from the root to a leaf that has the tree's best reward.
+  If no leaf has the best reward, SFT learns an episode that was played from a node and has it.
+- A chain is only learnt if it earns at least `min_reward`. The paper does not say whether wrong
+  chains are learnt.
+- A chain is one row, and all of its turns are trained. The paper cuts it at the searches into pairs
+  of input and output. Both train the same tokens after the same context.
+- The paper does not print learning rates and epochs. For DPO we use beta 0.1, a learning rate of
+  5e-7 and one epoch. The learning rates and epochs of SFT are ours too.
 """
 
 import asyncio
@@ -58,21 +61,24 @@ from mujica_jax.runs.run import Run, method_of
 from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.trajectories.store import ShardEntry
 
-ROUND = 1  # of the run directory: the trees
+# The trees are stored as round 1 of the run directory.
+ROUND = 1
 SFT = Phase(name="sft", step=1)
 DPO = Phase(name="dpo", step=2)
 REFERENCE = "phases/dpo-reference.npy"
 
 
 def decex(run: Run) -> list[PhaseResult]:
-    """Run the warm-up, SFT and DPO, and the control if it is asked for.
+    """Run the warm-up, the trees, SFT and DPO, and the control run if `eval.control` is set.
 
-    Finished phases are read from the run directory.
+    Return one result for each phase. Phases that an earlier start of this run finished are read
+    from the run directory.
     """
     config = method_of(run, DecexTreeConfig)
     start, first_result, demonstrations = begin(run)
 
-    # Expand: grow a tree for each question.
+    # Expand: grow a search tree for each question. Then select the best chain of each tree and the
+    # preference pairs.
     cost = PhaseCost(start_time=time.monotonic())
     records = _expand(run, start)
     mismatch.compare(run, start, records, ROUND, WARM_UP.step)
@@ -83,7 +89,7 @@ def decex(run: Run) -> list[PhaseResult]:
     cost.forward_tokens = int(sum(tree.counts["forward_tokens"] for tree in trees))
     cost.trajectories = int(sum(tree.counts["finished"] for tree in trees))
 
-    # SFT: learn the best chains.
+    # SFT: maximise the likelihood of the best chains, commit the policy and evaluate it.
     state = start
     results: list[PhaseResult] = []
     if config.sft:
@@ -91,20 +97,23 @@ def decex(run: Run) -> list[PhaseResult]:
         results.append(result)
         cost = PhaseCost(start_time=time.monotonic())
 
-    # DPO: learn the preference pairs.
+    # DPO: learn the preference pairs, commit the policy and evaluate it.
     if pairs:
         results.append(_learn_pairs(run, state, pairs, cost))
     elif config.dpo:
         run.progress.line(
             f"{DPO.name}: the {len(trees)} trees left no preference pair that fits "
-            f"trainer.sequence_length {run.config.trainer.sequence_length}; the policy stays as it "
-            "is"
+            f"trainer.sequence_length {run.config.trainer.sequence_length}, so the policy does not "
+            "change"
         )
     return with_control(run, start, demonstrations, first_result, results)
 
 
 def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
-    """Return the records of all trees of the run: grow the trees, or read what is stored."""
+    """Grow all trees of the run, and return their records.
+
+    Trees that an earlier start of the run grew are read from the run directory.
+    """
     finished = sampling.finished_round(run, ROUND)
     if finished is not None:
         return finished.trajectories
@@ -140,7 +149,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
         sampling.play_share(run.progress, name, units)
         for unit, shard_questions in zip(units, shards, strict=True):
             entry, shard_records = unit(None)
-            assert entry is not None, "a tree leaves a trajectory"
+            assert entry is not None, "every tree has at least one record"
             entries.append(entry)
             records += shard_records
             progress.finish_shard(len(shard_questions))
@@ -155,27 +164,29 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
 
 
 class _TreeProgress:
-    """Shows how many trees are grown."""
+    """Shows how many trees are finished."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._num_grown = 0  # with those of the shard under way
-        self._num_finished = 0  # of finished shards
+        # The number of trees, including those of the current shard.
+        self._num_grown = 0
+        # The number of trees in finished shards.
+        self._num_finished = 0
 
     def on_tree(self, reward: float) -> None:
-        """Count a tree of the shard under way, whose best chain has this reward."""
+        """Count a finished tree of the current shard. Its best chain has this reward."""
         self._num_grown += 1
         self._stage.update(self._num_grown, best_reward=reward)
 
     def finish_shard(self, num_trees: int) -> None:
-        """Count a shard that is grown or read."""
+        """Count a shard whose trees were grown or read."""
         self._num_finished += num_trees
         self._num_grown = self._num_finished
         self._stage.update(self._num_grown)
 
 
 def _tree_writer(run: Run, endpoint: Endpoint | None) -> TreeWriter | None:
-    """Return the second model for one shard; None where the policy writes alone."""
+    """Return the writer of a second model for one shard; None if the policy writes everything."""
     if endpoint is None:
         return None
     version = EnginePolicy(run.generator).version
@@ -189,14 +200,14 @@ def _grow_shard(
     endpoint: Endpoint | None,
     on_tree: Callable[[float], None],
 ) -> list[Trajectory]:
-    """Grow the trees of a shard, which share the engine, and return their records.
+    """Grow the trees of a shard at the same time, and return their records.
 
-    Their nodes are written before the shard is. Raises UserError where all of them are lost to the
-    retriever: nothing of the shard is stored then.
+    The table of the trees' nodes is stored before the shard itself. Raises UserError if failed
+    searches ended all trees. Nothing of the shard is stored in this case.
     """
     config = method_of(run, DecexTreeConfig)
     agent = run.agent
-    assert isinstance(agent, Decex), "checked with the configuration"
+    assert isinstance(agent, Decex), "config.checks makes sure that the agent is decex"
     writer = _tree_writer(run, endpoint)
     start_time = time.monotonic()
 
@@ -233,8 +244,8 @@ def _grow_shard(
         num_tries = run.config.faults.repeats + 1
         raise UserError(
             f"{num_failed} searches failed, each in {num_tries} tries, and none of {len(trees)} "
-            "trees came to an end: start the retriever again or correct its address, then give the "
-            "same command; finished shards are kept"
+            "trees could be finished: start the retriever again or correct its address, then start "
+            "the same command again; finished shards are kept"
         )
     seconds_per_tree = (time.monotonic() - start_time) / len(trees)
     run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
@@ -245,34 +256,37 @@ def _grow_shard(
 
 
 def _report_trees(run: Run, records: Sequence[Trajectory], *, num_chains: int) -> None:
-    """Write the figures of the trees, and print what they have and what was lost."""
+    """Log the statistics of the trees, and print them with the problems that occurred."""
     tree_figures = figures(records)
     run.metrics.write("decex", ROUND, {**tree_figures, "chains": num_chains})
     preferences = ", ".join(
         f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items()
     )
     run.progress.line(
-        f"trees: the best chain is a leaf in {tree_figures['leaf_share']:.0%}, its reward "
-        f"{tree_figures['best_reward']:.2f}; pairs: {preferences}"
+        f"trees: mean reward of the best chains {tree_figures['best_reward']:.2f}; the best chain "
+        f"ends at a leaf in {tree_figures['leaf_share']:.0%} of the trees; preference pairs: "
+        f"{preferences}"
     )
     if tree_figures["retriever_failed"]:
         run.progress.line(
-            f"trees: {tree_figures['retriever_failed']} pieces and episodes are left out because a "
-            f"search failed, after {tree_figures['repeated']} repeats"
+            f"trees: {tree_figures['retriever_failed']} steps and episodes are left out because "
+            f"their searches kept failing; {tree_figures['repeated']} steps and episodes were "
+            "played again after a failed search"
         )
     if tree_figures["unfinished"] or tree_figures["budget_spent"]:
         budget = method_of(run, DecexTreeConfig).budget_tokens
         run.progress.line(
-            f"{tree_figures['unfinished']} of {tree_figures['questions']} trees have no chain, "
-            f"{tree_figures['budget_spent']} trees spent method.budget_tokens {budget}; what they "
-            "made is kept"
+            f"{tree_figures['unfinished']} of {tree_figures['questions']} trees have no chain; "
+            f"{tree_figures['budget_spent']} trees reached the limit of method.budget_tokens "
+            f"{budget}, and the parts that they grew until then are used"
         )
 
 
 def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     """Return the conversations of the pairs that are learnt: chosen, rejected, chosen, ...
 
-    These are the pairs of the configured kinds whose two sides train anything and fit a row.
+    These are the pairs of the configured kinds. Both sides of a pair must have a token to train,
+    and together they must fit into a row.
     """
     config = method_of(run, DecexTreeConfig)
     sequence_length = run.config.trainer.sequence_length
@@ -283,8 +297,8 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
     fitting = [pair for pair in trained if _num_tokens(pair) <= sequence_length]
     if len(trained) < len(pairs):
         run.progress.line(
-            f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to "
-            "learn"
+            f"{len(pairs) - len(trained)} of {len(pairs)} preference pairs have a side without a "
+            "token to train and are left out"
         )
     if len(fitting) < len(trained):
         run.progress.line(
@@ -295,12 +309,12 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
 
 
 def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
-    """Return whether each side of a pair has a token to learn."""
+    """Return whether both sides of a pair have a token to train."""
     return all(any(side.loss_mask) for side in pair)
 
 
 def _num_tokens(conversations: Sequence[Conversation]) -> int:
-    """Count the tokens of some conversations."""
+    """Return the number of tokens of these conversations."""
     return sum(len(conversation.token_ids) for conversation in conversations)
 
 
@@ -311,22 +325,26 @@ def _learn_chains(
     chains: Sequence[Trajectory],
     cost: PhaseCost,
 ) -> tuple[PhaseState, PhaseResult]:
-    """Learn the chains by maximum likelihood."""
+    """Learn the chains by maximum likelihood, and return the new state with the phase's result.
+
+    Raises UserError if there is no chain to learn.
+    """
     config = method_of(run, DecexTreeConfig)
     trainer = run.config.trainer
     best_reward = max(tree.reward for tree in trees)
     if not chains:
         raise UserError(
-            f"the best chain of {len(trees)} trees earns {best_reward:.2f} and method.min_reward "
-            f"is {config.min_reward}: raise method.branches {config.branches} or warmup.steps "
-            f"{run.config.warmup.steps}, start from a stronger model, or lower method.min_reward"
+            f"the best chain of {len(trees)} trees earns {best_reward:.2f}, but method.min_reward "
+            f"is {config.min_reward}: raise method.branches (now {config.branches}) or "
+            f"warmup.steps (now {run.config.warmup.steps}), start from a stronger model, or lower "
+            "method.min_reward"
         )
     conversations = [conversation for chain in chains for conversation in chain.conversations]
     rows = learning.rows_that_fit(run, conversations, "chains")
     if not rows:
         shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
         raise UserError(
-            f"none of {len(chains)} chains fits trainer.sequence_length {trainer.sequence_length}, "
+            f"none of {len(chains)} chains fits trainer.sequence_length {trainer.sequence_length}; "
             f"the shortest has {shortest} tokens: raise trainer.sequence_length"
         )
 
@@ -344,7 +362,10 @@ def _learn_chains(
 def _learn_pairs(
     run: Run, state: PhaseState, pairs: Sequence[Conversation], cost: PhaseCost
 ) -> PhaseResult:
-    """Learn the preference pairs by DPO, whose reference is the policy that it begins with."""
+    """Learn the preference pairs by DPO, and return the phase's result.
+
+    The reference policy is the policy in `state`.
+    """
     config = method_of(run, DecexTreeConfig)
     trainer = run.config.trainer
     packed = pack(
@@ -366,7 +387,7 @@ def _learn_pairs(
 def _finish(
     run: Run, phase: Phase, state: PhaseState, cost: PhaseCost, *, steps: int, accepted: int
 ) -> PhaseResult:
-    """Commit the policy of a phase and evaluate it."""
+    """Commit the policy after a phase, evaluate it, and return the phase's result."""
     commit_policy(run, state, phase.step)
     cost.accepted = accepted
     cost.trained_slots = steps * run.config.trainer.tokens_per_step

@@ -1,15 +1,16 @@
-"""Preference pairs of a search tree.
+"""Make preference pairs from a search tree.
 
-Of two executions after the same past, the one whose mean reward is higher is chosen (equation 2 of
-the DecEx-RAG paper: chosen and rejected after the question and the steps before).
+A pair consists of two executions after the same question and the same earlier steps. The one with
+the higher mean reward is chosen, and the other is rejected (equation 2 of the DecEx-RAG paper).
+There are two kinds of pairs:
 
-    execution   the best execution of a kind against each worse one: sub-questions, answers from
-                memory, sub-queries, final answers
-    decision    the best executions of the two branches of a decision: stop and go on, memory and
-                search
+- `execution`: the best execution among siblings of one kind against each worse one. The kinds are
+  sub-questions, answers from memory, sub-queries and final answers.
+- `decision`: the best executions of the two branches of a decision against each other. The
+  decisions are to stop or to go on, and to answer from memory or to search.
 
-Equal means give no pair, and neither does what was not scored. The paper does not say which
-siblings it pairs.
+Executions with equal means and executions without a score make no pair. The paper does not say
+which siblings it pairs.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from mujica_jax.agents.decex import Chain, PieceKind
 from mujica_jax.records import Conversation
 
 PairKind = Literal["decision", "execution"]
-# What a pair prefers: the kind of both executions, or the branch that is chosen over the other one.
+# The names of preferences. An execution pair has the name of its kind. A decision pair has the name
+# of the chosen branch, "_over_", and the name of the other branch.
 EXECUTIONS: dict[PieceKind, str] = {
     "sub-question": "sub_question",
     "memory": "memory_answer",
@@ -40,13 +42,18 @@ PREFERENCES = (*DECISIONS, *EXECUTIONS.values())
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two conversations that differ in their last turn, which alone is trained.
+    """Two conversations that differ in their last turn. Only this turn is trained.
 
-    The first one is preferred.
+    Attributes:
+        kind: Whether the pair compares executions or decisions.
+        prefers: The name of the preference, one of PREFERENCES.
+        chosen: The better conversation.
+        rejected: The worse conversation.
+        means: The mean rewards of the chosen and of the rejected one.
     """
 
     kind: PairKind
-    prefers: str  # one of PREFERENCES
+    prefers: str
     chosen: Conversation
     rejected: Conversation
     means: tuple[float, float]
@@ -54,7 +61,11 @@ class Pair:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A state after an execution."""
+    """A node of the tree: the state after an execution.
+
+    `chain` holds everything from the question to this execution. `rewards` are the rewards of the
+    episodes that were played from here.
+    """
 
     chain: Chain
     parent: "Node | None" = None
@@ -62,19 +73,22 @@ class Node:
 
     @property
     def mean(self) -> float:
+        """The mean reward of the node."""
         return statistics.fmean(self.rewards)
 
     @property
     def kind(self) -> PieceKind:
+        """The kind of the node's execution."""
         assert self.chain.last is not None, "a node is a state after an execution"
         return self.chain.last.kind
 
 
+# Siblings: nodes after the same earlier steps.
 Group = Sequence[Node]
 
 
 def execution_pairs(groups: Sequence[Group]) -> list[Pair]:
-    """Pair the best of each group of siblings with each that is worse."""
+    """Pair the best node of each group of siblings with each worse one."""
     pairs = []
     for group in groups:
         nodes = scored(group)
@@ -88,7 +102,7 @@ def execution_pairs(groups: Sequence[Group]) -> list[Pair]:
 
 
 def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
-    """Pair the best executions of the two branches of a decision, where their means differ."""
+    """Pair the best executions of the two branches of each decision, if their means differ."""
     pairs = []
     for decision in decisions:
         branches = [scored(branch) for branch in decision]
@@ -103,17 +117,19 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
 def scored(siblings: Group) -> list[Node]:
     """Return the siblings that have a reward.
 
-    For the others no episode was played, or every search failed.
+    The others have none because no episode was played from them, or because a search failed in all
+    of these episodes.
     """
     return [node for node in siblings if node.rewards]
 
 
 def best_of(siblings: Group) -> Node:
-    """Return the sibling with the highest mean reward, the first of equal ones."""
+    """Return the sibling with the highest mean reward. If several have it, return the first."""
     return max(siblings, key=lambda node: node.mean)
 
 
 def _pair(kind: PairKind, prefers: str, chosen: Node, rejected: Node) -> Pair:
+    """Return the pair of two nodes."""
     return Pair(
         kind=kind,
         prefers=prefers,
@@ -124,7 +140,7 @@ def _pair(kind: PairKind, prefers: str, chosen: Node, rejected: Node) -> Pair:
 
 
 def _up_to_last_turn(conversation: Conversation, role: str) -> Conversation:
-    """Cut a conversation after the last turn of the model, the only one that is trained."""
+    """Return a conversation up to the model's last turn. Only this turn is trained."""
     last = max(place for place, turn in enumerate(conversation.turns) if turn.role == "model")
     earlier_turns = [dataclasses.replace(turn, trained=False) for turn in conversation.turns[:last]]
     return Conversation(role=role, turns=(*earlier_turns, conversation.turns[last]))

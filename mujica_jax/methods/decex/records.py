@@ -1,8 +1,8 @@
-"""Store a search tree as trajectories, in the shards that all methods use, with a table of nodes.
+"""Store search trees as trajectories, in the same shards that all methods use.
 
-The first trajectory is the tree's best chain, with the tree's own numbers among its counts; every
-other one is a preference pair: two conversations, the chosen one first, whose role is the kind of
-the pair. Called by `methods.decex`.
+The first trajectory of a tree is its best chain. The statistics of the tree are among its counts.
+Each further trajectory is a preference pair: two conversations, the chosen one first. Their role is
+the kind of the pair. All nodes are also stored in a separate table.
 """
 
 import dataclasses
@@ -14,35 +14,41 @@ from mujica_jax.methods.decex.pairs import PREFERENCES
 from mujica_jax.methods.decex.tree import COUNTS, Tree
 from mujica_jax.records import Trajectory
 
-# Counts of a preference pair.
+# Counts of a preference pair: the two mean rewards.
 CHOSEN = "chosen_mean"
 REJECTED = "rejected_mean"
-PREFERS = "prefers_"  # before what a pair prefers: a count of 1
-FAULTS = ("repeated", "retriever_failed")  # of COUNTS, those that are given all together
-LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
-# Columns of the table of nodes, with their Arrow types. A parent is a node of the same question, or
-# null: the question itself.
+# The beginning of a count's name. The name of the pair's preference follows it. The count is 1.
+PREFERS = "prefers_"
+# The names in COUNTS that are reported as totals. The others are reported as means.
+FAULTS = ("repeated", "retriever_failed")
+# A count of a tree's first trajectory: 1 if this chain ends at a leaf of the tree.
+LEAF = "leaf"
+# The columns of the table of nodes, with their Arrow types. The parent is another node of the same
+# question. It is null if the parent is the question itself.
 NODE_COLUMNS = {
     "question_id": "string",
     "node": "int32",
     "parent": "int32",
-    "kind": "string",  # sub-question, memory, search or answer
+    # One of sub-question, memory, search and answer.
+    "kind": "string",
     "text": "string",
 }
-REWARDS = "rewards"  # a column of lists: of the episodes played from the node
+# A column of lists: the rewards of the episodes that were played from the node.
+REWARDS = "rewards"
 
 
 def is_pair(record: Trajectory) -> bool:
-    """Return whether a record is a preference pair, and no tree."""
+    """Return whether a record is a preference pair. Otherwise it is the best chain of a tree."""
     return CHOSEN in record.counts
 
 
 def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajectory, bool]:
-    """Return the chain that SFT learns, and whether it is a leaf of the tree.
+    """Return the chain of a tree that SFT learns, and whether it ends at a leaf of the tree.
 
-    Of the leaves with the best reward it is the one with most or least searches (figure 2 of the
-    paper): the path from root to leaf. Only where no leaf has the best reward, it is an episode
-    that was played from a node and has it. A tree that finished nothing gives its question.
+    It is the path from the root to a leaf with the best reward. If several leaves have it,
+    `retrievals` decides whether the one with the most or the least searches is taken (figure 2 of
+    the paper). If no leaf has the best reward, it is an episode that was played from a node and has
+    it. If the tree has no finished episode, it is the question alone.
     """
     if not tree.finished:
         return tree.unfinished, False
@@ -56,9 +62,9 @@ def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajec
 def records_of(
     tree: Tree, retrievals: Literal["most", "least"], seconds: float
 ) -> list[Trajectory]:
-    """Return the records of a tree: its best chain, then its pairs.
+    """Return the records of a tree: its best chain, and then its preference pairs.
 
-    `seconds` are those of its expansion.
+    `seconds` is the time that growing the tree took.
     """
     chain, is_leaf = best_chain(tree, retrievals)
     tree_counts = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
@@ -86,7 +92,7 @@ def records_of(
 
 
 def encode_nodes(trees: Sequence[Tree]) -> bytes:
-    """Return a Parquet file of all nodes that were scored."""
+    """Return the table of all scored nodes as a Parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -102,7 +108,7 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
 
 
 def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
-    """Count the pairs of a run by what they prefer."""
+    """Return the number of preference pairs of a run, by the name of the preference."""
     num_pairs: dict[str, int] = {}
     for name in PREFERENCES:
         count_name = f"{PREFERS}{name}"
@@ -111,12 +117,13 @@ def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
-    """Return the numbers of the trees of a run (docs/reference/metrics.md).
+    """Return the statistics of the trees of a run. docs/reference/metrics.md explains them.
 
-    They are means a question where nothing else is said.
+    Unless noted otherwise there, they are means per question.
     """
     trees = [record for record in records if not is_pair(record)]
-    # A tree that finished nothing because searches failed says nothing about the policy.
+    # Leave out trees that finished no episode because searches failed: they say nothing about the
+    # policy.
     whole_trees = [tree for tree in trees if not tree.is_environment_fault]
     pair_kinds = [record.conversations[0].role for record in records if is_pair(record)]
 
@@ -144,5 +151,5 @@ def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean; 0 where there is nothing."""
+    """Return the mean of the values; 0 if there are none."""
     return statistics.fmean(values) if values else 0.0

@@ -1,42 +1,55 @@
-"""DecEx-RAG's search tree over one question (sections 2.2 and 4.1 of the paper).
+"""Grow DecEx-RAG's search tree for one question (sections 2.2 and 4.1 of the paper).
 
-In a state, k pieces are sampled that either stop with a final answer or go on with a sub-question.
-If more than half of them stop, the tree ends there. Otherwise each distinct sub-question is played
-to its end n times; the mean reward is its score, and the best one is kept. For it, k answers are
-sampled from memory and scored in the same way. If the best of them scores above 0.6, it is the next
-state; otherwise the best of k sub-queries, scored in the same way, is.
+One layer of the tree consists of two decisions:
 
-    pruned     as above: layers grow linearly
-    unpruned   both branches of a decision stay, each with its best execution: 2 to the power of
-               the layers
-    full       every execution stays and nothing is played to its end: an execution's score is the
-               mean over the final answers beneath it
+1. Termination. Sample k continuations of the current state. Each either stops with a final answer
+   or goes on with a sub-question. If more than half of them stop, the tree ends here. Otherwise
+   score each distinct sub-question: play n episodes from it to their end, and take their mean
+   reward. The best sub-question is kept.
+2. Retrieval. Sample k answers to this sub-question from the model's memory, and score them in the
+   same way. If the best score is above 0.6 (`skip_above`), that answer leads to the next state.
+   Otherwise sample k search queries and score them. The best one leads to the next state.
 
-Siblings that were scored become preference pairs (`methods/decex/pairs.py`). The paper
-generates all branches of a decision before it prunes. With `score_both_branches` both branches of
-every decision are scored, so that pairs can prefer memory to search and stopping to going on, and
-what is expanded stays as above. Sub-queries are scored where memory was good enough; sub-questions
-where the vote ends the tree. Where no sample took one of the two termination decisions, k samples
-of it are forced: each keeps the thought of a sample and decides otherwise. They are scored for
-pairs and never expanded. Nothing is forced to stop before the first step, where there is nothing to
-answer from (the paper's prompt in table 4 forbids it), nor to go on where no iteration is left. A
-full tree scores no episodes, and forces nothing. Without the flag a branch that is not expanded
-costs nothing and gives no pair.
+`expansion` decides how much of the tree is kept:
 
-A second model may write a tree (`methods/decex/writer.py`): all but the executions of retrieval
-decisions, which are the policy's own. So the episodes that score an execution are the second
-model's as well.
+- `pruned`: as described above. The tree grows linearly with its layers.
+- `unpruned`: both branches of a decision are kept, each with its best execution. The tree grows as
+  2 to the power of its layers.
+- `full`: every execution is kept, and no episodes are played. The score of an execution is the mean
+  reward of the final answers below it.
 
-A search that fails is not the policy's fault. A piece or an episode that ends so is played again by
-the same seeds, at most `repeats` times, and then left out: it is no branch and enters no mean. A
-node whose episodes are all lost so has no score and is not expanded.
+**Preference pairs.** Scored siblings become preference pairs (`methods/decex/pairs.py`). The paper
+generates all branches of a decision before it prunes. With `score_both_branches` we do the same:
+both branches of every decision are scored, so that pairs can also prefer memory to search, or
+stopping to going on. This does not change which branches are expanded. Queries are then scored even
+if memory was good enough, and sub-questions even if the vote ends the tree.
 
-Readings, where the paper is silent. The pieces that vote are the candidates: table 4's prompt has a
-decision and what it leads to in one output. Where memory is not good enough, the best sub-query is
-the next state even if memory scored higher, as section 2.2 says; the pair says what the means say.
-A final answer's score is its own reward. Equal executions, but for case, are one. A tree is grown
-depth first, the best branch first; `budget_tokens` is looked at before each layer, so that a tree
-is a function of its seeds alone, and what was made when it is spent is kept.
+If no sample took one of the two termination decisions, k samples of it are forced: each keeps the
+thought of an earlier sample and takes the other decision. Forced samples are scored for pairs and
+never expanded. Stopping is not forced before the first step, because there is nothing to answer
+from (the paper's prompt in table 4 forbids it). Going on is not forced if no iteration is left. A
+full tree plays no episodes and forces nothing. Without `score_both_branches`, a branch that is not
+expanded costs nothing and gives no pair.
+
+**Second model.** A second model may write the tree (`methods/decex/writer.py`), except the
+executions of retrieval decisions, which the policy writes. The second model also plays the episodes
+that score an execution.
+
+**Failed searches.** A failed search is not the policy's fault. The step or episode is played again
+with the same seeds, at most `repeats` times. If it still fails, it is left out: it makes no branch
+and enters no mean. If all episodes of a node are lost in this way, the node has no score and is not
+expanded.
+
+**Our choices where the paper is silent:**
+
+- The samples that vote on termination are also the candidates, because one output of table 4's
+  prompt contains both the decision and its result.
+- If memory is not good enough, the best query leads to the next state even if memory scored higher
+  (as in section 2.2). The preference pair follows the scores.
+- The score of a final answer is its own reward.
+- Executions that differ only in upper and lower case count as one.
+- A tree is grown depth first, the best branch first. `budget_tokens` is checked before each layer,
+  so that the tree depends only on its seeds. When the budget is used up, the tree so far is kept.
 """
 
 import asyncio
@@ -59,7 +72,8 @@ from mujica_jax.methods.decex.pairs import (
 )
 from mujica_jax.records import StopReason, Trajectory
 
-COUNTS = (  # docs/reference/metrics.md
+# The names of a tree's counts. docs/reference/metrics.md explains them.
+COUNTS = (
     "nodes",
     "rollouts",
     "rollouts_for_pairs",
@@ -75,25 +89,33 @@ COUNTS = (  # docs/reference/metrics.md
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The result of a search."""
+    """A finished search tree.
 
-    # With rewards: the leaves of the tree first, then what was played from its nodes.
+    Attributes:
+        finished: All finished episodes with their rewards: first the leaves of the tree, then the
+            episodes that were played from its nodes.
+        leaves: How many of these are leaves.
+        unfinished: A trajectory that holds the question alone.
+        pairs: The preference pairs.
+        nodes: The scored nodes, as rows of the table in `methods/decex/records.py`.
+        counts: The statistics of the tree.
+    """
+
     finished: tuple[Trajectory, ...]
-    leaves: int  # how many of them are leaves
-    unfinished: Trajectory  # the question alone
+    leaves: int
+    unfinished: Trajectory
     pairs: tuple[Pair, ...]
-    # What was scored, in its order: columns as in `tree_records`.
     nodes: tuple[dict[str, object], ...]
     counts: dict[str, float]
 
 
 class Growth:
-    """One tree while it grows.
+    """Grows one tree.
 
-    `root` is the chain of the question alone; its policy grows the tree. `reward` returns a
-    finished trajectory with its reward. `gate` bounds how many pieces or episodes of all trees are
-    under way. `writer` is a second model, which writes all but the retrieval decision. A failed
-    search is repeated at most `repeats` times.
+    `root` is the chain that holds only the question. Its policy grows the tree. `reward` returns a
+    finished trajectory with its reward. `gate` limits how many steps and episodes of all trees run
+    at the same time. `writer` is a second model that writes everything except the executions of
+    retrieval decisions. If a search fails, the step or episode is repeated at most `repeats` times.
     """
 
     def __init__(
@@ -116,12 +138,15 @@ class Growth:
         self._leaves: list[Trajectory] = []
         self._played: list[Trajectory] = []
         self._nodes: list[Node] = []
-        self._executions: list[Group] = []  # siblings of one kind
-        self._decisions: list[tuple[Group, Group]] = []  # the two branches of a decision
+        # Groups of siblings of one kind, for execution pairs.
+        self._executions: list[Group] = []
+        # The two branches of each decision, for decision pairs.
+        self._decisions: list[tuple[Group, Group]] = []
         self._counts = dict.fromkeys((*COUNTS, "forward_tokens", "budget_spent"), 0.0)
 
     @property
     def _scores_both(self) -> bool:
+        """Whether both branches of every decision are scored."""
         return self._config.score_both_branches and self._config.expansion != "full"
 
     async def grow(self) -> Tree:
@@ -157,7 +182,7 @@ class Growth:
         return 0 if self._writer is None else self._writer.generated_tokens
 
     def _why_unfinished(self) -> StopReason:
-        """Return why a tree that finished nothing did so."""
+        """Return why the tree has no finished episode, as the stop reason of `Tree.unfinished`."""
         if self._counts["budget_spent"]:
             return StopReason.ITERATION_LIMIT
         has_finished = bool(self._leaves or self._played)
@@ -179,10 +204,10 @@ class Growth:
             }
 
     async def _layer(self, node: Node) -> list[Node]:
-        """Run one iteration, and return the states that follow, the best one first."""
+        """Grow one layer below a node, and return the nodes to expand next, the best one first."""
         is_pruned = self._config.expansion == "pruned"
 
-        # Vote: sample pieces that stop or go on.
+        # Vote: sample continuations that stop or go on.
         sampled = await self._decide(node)
         stopping = [sample for sample in sampled if sample.kind == "answer"]
         going_on = [sample for sample in sampled if sample.kind == "sub-question"]
@@ -191,7 +216,7 @@ class Growth:
         majority_stops = 2 * len(stopping) > self._config.branches
         goes_on = bool(sub_questions) and not (is_pruned and majority_stops)
 
-        # Score both branches as far as they are needed.
+        # Score the branches that are expanded or that are needed for pairs.
         await self._score(answers)
         self._executions.append(answers)
         if answers and (majority_stops or not is_pruned or not sub_questions):
@@ -204,7 +229,7 @@ class Growth:
             self._counts["pruned_branches"] += len(sub_questions)
             return []
 
-        # Solve the best sub-questions.
+        # Solve the best sub-question. In a full tree, solve all of them.
         if is_pruned:
             self._counts["pruned_branches"] += len(answers)
         next_nodes: list[Node] = []
@@ -213,7 +238,7 @@ class Growth:
         return next_nodes
 
     async def _add_leaves(self, answers: Group) -> None:
-        """Finish the tree at these answers. In a full tree they score all nodes above them."""
+        """Add these final answers as leaves. In a full tree they also score all nodes above."""
         self._leaves += [await self._reward(await node.chain.finish()) for node in answers]
         if self._config.expansion == "full":
             for node in answers:
@@ -225,9 +250,9 @@ class Growth:
     async def _compare_termination(
         self, node: Node, sampled: Group, answers: Group, sub_questions: Group
     ) -> None:
-        """Store the two branches of the termination decision for pairs.
+        """Store the two branches of a termination decision for pairs.
 
-        A branch that no sample took is forced.
+        If both branches are to be scored and no sample took one of them, that branch is forced.
         """
         if self._scores_both and not answers and node.chain.steps:
             answers = await self._force(node, sampled, "stop")
@@ -236,9 +261,9 @@ class Growth:
         self._decisions.append((answers, sub_questions))
 
     async def _force(self, node: Node, sampled: Group, decision: Decided) -> list[Node]:
-        """Return nodes that take the other termination decision after the sampled thoughts.
+        """Return nodes that keep the sampled thoughts and take the other termination decision.
 
-        They are scored for pairs.
+        They are scored, but only for pairs.
         """
 
         async def force(number: int, sample: Node) -> Node:
@@ -256,10 +281,10 @@ class Growth:
         return distinct
 
     async def _solve(self, node: Node) -> list[Node]:
-        """Take the retrieval decision for a sub-question, and return the states that follow."""
+        """Take the retrieval decision for a sub-question, and return the nodes that follow."""
         is_pruned = self._config.expansion == "pruned"
 
-        # Answer from memory. If that is good enough, nothing is searched but for pairs.
+        # Answer from memory. If that is good enough, no search is needed, except for pairs.
         memory = await self._solutions(node, "memory")
         scored_memory = scored(memory)
         is_enough = False
@@ -273,7 +298,7 @@ class Growth:
                 self._counts["pruned_branches"] += len(searches)
             return self._best(memory)
 
-        # Otherwise search.
+        # Memory is not good enough: search.
         searches = await self._solutions(node, "search")
         self._decisions.append((memory, searches))
         if is_pruned and scored(searches):
@@ -287,7 +312,10 @@ class Growth:
     async def _solutions(
         self, node: Node, source: Source, *, for_pairs: bool = False
     ) -> list[Node]:
-        """Return the distinct executions of one branch of the retrieval decision, scored."""
+        """Sample and score one branch of a retrieval decision, and return its distinct executions.
+
+        `for_pairs` says that the branch is only scored for pairs and not expanded.
+        """
 
         async def solve(number: int) -> Node:
             return await self._execute(
@@ -301,9 +329,9 @@ class Growth:
         return distinct
 
     def _best(self, siblings: Group) -> list[Node]:
-        """Return the best execution that has a score, the first of equal ones.
+        """Return the best execution that has a score. If several are best, return the first.
 
-        In a full tree return all of them.
+        In a full tree, return all executions.
         """
         if self._config.expansion == "full":
             return list(siblings)
@@ -314,7 +342,7 @@ class Growth:
         return [best_of(candidates)]
 
     async def _decide(self, node: Node) -> list[Node]:
-        """Return k forks, each one termination decision further."""
+        """Sample k continuations of a node. Each takes the termination decision."""
 
         async def decide(number: int) -> Node:
             return await self._execute(node, f"decide{number}", lambda fork: fork.decide())
@@ -330,10 +358,11 @@ class Growth:
         *,
         writes: bool = True,
     ) -> Node:
-        """Return a fork of a node after `play`.
+        """Fork a node's chain, continue the fork with `play`, and return it as a new node.
 
-        A fork that a failed search ended is played again, by the same seeds. With `writes` the
-        second model writes it, if there is one.
+        `place` names the fork and thereby determines its seeds. If a search fails, the fork is
+        played again with the same seeds. If `writes` is true and there is a second model, this
+        model writes the fork.
         """
         fork = await self._played_once(node, place, play, writes=writes)
         repeats = 0
@@ -346,7 +375,7 @@ class Growth:
     async def _played_once(
         self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool
     ) -> Chain:
-        """Play a fork of a node once, when the gate lets it, and count its tokens."""
+        """Play a fork of a node once, as soon as the gate allows it, and count its tokens."""
         fork = node.chain.fork(place)
         writer = self._writer if writes else None
         fork.policy = self._policy if writer is None else writer
@@ -357,7 +386,7 @@ class Growth:
         return fork
 
     def _readable(self, sampled: Group) -> list[Node]:
-        """Return the samples that a branch can grow from."""
+        """Return the samples that can become branches. The others are malformed or lost."""
         readable = [node for node in sampled if node.chain.outcome is None or _stops(node.chain)]
         num_lost = sum(_is_lost(node.chain) for node in sampled)
         self._counts["retriever_failed"] += num_lost
@@ -365,7 +394,10 @@ class Growth:
         return readable
 
     def _distinct(self, sampled: Group) -> list[Node]:
-        """Return the first node of each text, whatever its case, and add these to the tree."""
+        """Return the first node of each distinct text, and add these nodes to the tree.
+
+        Upper and lower case do not matter.
+        """
         distinct: dict[str, Node] = {}
         for node in sampled:
             assert node.chain.last is not None, "a node is a state after an execution"
@@ -376,7 +408,10 @@ class Growth:
         return list(distinct.values())
 
     async def _score(self, nodes: Group, *, for_pairs: bool = False) -> None:
-        """Give each node the rewards of n episodes from it, or of the answer that it is."""
+        """Score nodes. A final answer gets its own reward, and other nodes those of n episodes.
+
+        `for_pairs` says that the nodes are only scored for pairs and not expanded.
+        """
         for node in nodes:
             if node.chain.outcome is not None:
                 trajectory = await self._reward(await node.chain.finish())
@@ -393,7 +428,7 @@ class Growth:
         self._counts["rollouts_for_pairs"] += count if for_pairs else 0
 
     async def _episodes(self, node: Node) -> list[Trajectory]:
-        """Play n episodes from a node. An episode whose search failed is left out and counted."""
+        """Play n episodes from a node. Leave out and count those in which a search failed."""
 
         async def play(number: int) -> Node:
             return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())
@@ -410,12 +445,15 @@ def _stops(chain: Chain) -> bool:
 
 
 def _is_lost(chain: Chain) -> bool:
-    """Return whether a search failed. Then the chain's reward says nothing about the policy."""
+    """Return whether a failed search ended a chain.
+
+    The chain's reward then says nothing about the policy.
+    """
     return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
 
 
 class _Counted:
-    """A policy whose generated tokens are counted."""
+    """Wraps a policy and counts the tokens that it generates."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -423,11 +461,13 @@ class _Counted:
 
     @property
     def version(self) -> int:
+        """The version of the wrapped policy."""
         return self._policy.version
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
+        """Generate with the wrapped policy, and count the tokens."""
         completion = await self._policy.generate(prompt, params, state=state, continues=continues)
         self.generated_tokens += len(completion.token_ids)
         return completion

@@ -1,18 +1,19 @@
-"""A second model that writes parts of DecEx-RAG's search trees, and its prompts.
+"""Let a second model write parts of DecEx-RAG's search trees.
 
-In the paper Qwen3-30B-A3B writes all of a tree but the retrieval decision, which the policy that is
-trained writes itself. The second model has a prompt of its own for each kind of execution, as in
-appendix A.1:
+In the paper Qwen3-30B-A3B writes everything in a tree except the retrieval decision, which the
+trained policy writes itself. The second model has its own prompt for each kind of execution, as in
+the paper's appendix A.1:
 
-    table 4   whether to stop: the final answer, or the next sub-question
-    table 5   a sub-question
-    table 8   how an episode goes on: a search, or the final answer
+- Table 4: decide whether to stop, and write the final answer or the next sub-question.
+- Table 5: write a sub-question.
+- Table 8: continue an episode with a search or the final answer.
 
-Its replies are written again in the policy's format (`decex.py`) and in the policy's tokens, so
-nothing else of a reply is learnt. A reply that cannot be read, or that the endpoint did not give,
-is an empty piece: no branch comes of it. The wording of the prompts is ours. Tables 6 and 7 are
-about the retrieval decision, which the policy takes. Where a tree forces a decision, the prompt
-leaves the second model no choice.
+Tables 6 and 7 are about the retrieval decision and are not needed here. The wording of the prompts
+is ours. If a tree forces a decision, the prompt allows only this decision.
+
+The replies are written again in the policy's format (`agents/decex.py`) and in the policy's tokens,
+so that nothing else of a reply is learnt. If a reply cannot be read, or the endpoint gives none,
+the result is empty and makes no branch.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ class TreeWriter:
     def __init__(
         self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int
     ) -> None:
-        """Let the second model write trees for the policy of this version."""
+        """Make a writer from a second model. `version` is the version of the trained policy."""
         self._model = model
         self._model_tokenizer = model_tokenizer
         self._policy_tokenizer = policy_tokenizer
@@ -98,8 +99,10 @@ class TreeWriter:
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        del prompt, continues  # the model is asked with prompts of its own
-        assert isinstance(state, DecexState), "the configuration was checked to play decex"
+        """Ask the second model for the next text, and return it in the trained policy's tokens."""
+        # The second model has its own prompts, so the agent's prompt is not used.
+        del prompt, continues
+        assert isinstance(state, DecexState), "config.checks makes sure that the agent is decex"
         reply = await self._ask(state, params)
         text = self._in_policy_format(state, reply)
 
@@ -117,7 +120,10 @@ class TreeWriter:
         )
 
     async def _ask(self, state: DecexState, params: SamplingParams) -> str:
-        """Return the reply, empty where the endpoint gave none or a limit cut it."""
+        """Return the second model's reply.
+
+        It is empty if the endpoint gave no reply, or if a length limit cut the reply off.
+        """
         dialogue = Dialogue(self._model_tokenizer, DECEX, _instruction(state))
         dialogue.add_user(_request(state))
         params = dataclasses.replace(params, stop_strings=_STOPS)
@@ -135,7 +141,7 @@ class TreeWriter:
         return self._model_tokenizer.decode(ids)
 
     def _in_policy_format(self, state: DecexState, reply: str) -> str:
-        """Return the reply in the policy's format, empty where it lacks what was asked for."""
+        """Return the reply in the policy's format; empty if it lacks the required field."""
         question = _field("question", reply)
         answer = _field("answer", reply)
         query = _field("search", reply)
@@ -154,19 +160,22 @@ class TreeWriter:
 
 
 def _instruction(state: DecexState) -> str:
-    """Return the system prompt for what is to be written."""
+    """Return the system prompt for the kind of text that is needed."""
     if state.begins.endswith(AFTER_THOUGHT["go_on"]):
         return _ASK
     if state.begins.endswith(AFTER_THOUGHT["stop"]):
         return _ANSWER
     if not state.is_piece:
         return _GO_ON
-    # Before the first step there is nothing to answer from.
+    # Before the first step there is nothing to answer from, so the model has to ask.
     return _DECIDE if state.steps else _ASK
 
 
 def _request(state: DecexState) -> str:
-    """Return the question and the iterations so far; the text is untrusted."""
+    """Return the question and the iterations so far, as the message to the second model.
+
+    This text may come from outside, so it is not trusted.
+    """
     lines = [f"Question: {protocol.one_line(state.question.text)}"]
     for number, step in enumerate(state.steps, start=1):
         lines += [
@@ -186,14 +195,15 @@ def _request(state: DecexState) -> str:
 
 
 def _field(tag: str, reply: str) -> str | None:
+    """Return the content of a tag in a reply; None if it is missing or empty."""
     text = protocol.field(tag, reply)
     return neutralise(text) if text else None
 
 
 def _reasons(reply: str) -> str:
-    """Return the reasons on one line.
+    """Return the reasons in a reply, on one line.
 
-    They stand between their tags, or else before the first field.
+    They are the content of the reasoning tag or, without this tag, the text before the first field.
     """
     reasons = protocol.field("reasoning", reply)
     if reasons is None:

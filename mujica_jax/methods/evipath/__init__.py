@@ -1,1 +1,1 @@
-"""EviPath: a teacher writes trajectories from gold evidence, and they are learnt."""
+"""EviPath: a teacher writes trajectories from gold evidence, and the policy learns them."""

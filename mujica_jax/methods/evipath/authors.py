@@ -1,14 +1,13 @@
-"""EviPath's teachers, and what they need to write trajectories.
+"""Find and open EviPath's teacher, the model that writes trajectories.
 
-A teacher is a language model: the policy that the run starts with, a second checkpoint, or the
-model behind an endpoint. All of them serve all modes. The script is no language model: it replays
-the demonstrations that the warm-up shows.
+A teacher is usually a language model: the policy that the run starts with, a second checkpoint, or
+a model behind an endpoint. Each of these can be used in all modes. The teacher can also be a
+script, which replays the warm-up's demonstrations.
 
-A policy that is trained from scratch has read no text about tasks, so it cannot follow a prompt
-that it never saw. Its warm-up shows it the teacher's prompts too (`lessons`), beside the agent's
-own: the script writes both. Such a policy stands in for the paper's Llama, which follows either
-prompt, in the abductive as in the deductive mode. It is asked for no plan: the thoughts of the
-demonstrations hold none.
+A policy that is trained from scratch cannot follow a prompt that it has never seen. Its warm-up
+therefore also contains conversations with the teacher's prompts, which the script writes
+(`lessons`). Such a policy takes the place of the paper's Llama model, in the abductive and in the
+deductive mode. It is not asked for a plan, because the demonstrations contain none.
 """
 
 import asyncio
@@ -41,26 +40,31 @@ from mujica_jax.tasks.task import ParagraphTask
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Author:
-    """A synthesizer with the teacher that writes for it."""
+    """A synthesizer together with its teacher.
+
+    Attributes:
+        synthesizer: Writes trajectories with the teacher.
+        concurrency: Number of episodes at the same time. None: as many as the run's engine decodes.
+        generator: The generator of a second checkpoint; None for other teachers.
+    """
 
     synthesizer: Synthesizer
-    # Episodes at a time; None: as many as the run's engine has slots.
     concurrency: int | None = None
-    generator: PolicyGenerator | None = None  # of a second checkpoint
+    generator: PolicyGenerator | None = None
 
     def begin_shard(self) -> None:
-        """Empty the teacher's cache.
+        """Clear the teacher's cache.
 
-        So a shard is a function of its attempts and the teacher alone.
+        A shard then depends only on its attempts and on the teacher.
         """
         if self.generator is not None:
             self.generator.reset_cache()
 
 
 def find_author(run: Run) -> Callable[[], Author]:
-    """Find the teacher, and return what opens it.
+    """Find and check the configured teacher, and return a function that opens it.
 
-    Raises UserError for what is wrong with a teacher, before anything is learnt.
+    Raises UserError if the teacher cannot be used. This happens before any training.
     """
     config = method_of(run, EviPathConfig)
     if config.teacher == "scripted":
@@ -70,13 +74,16 @@ def find_author(run: Run) -> Callable[[], Author]:
     if config.teacher == "remote":
         return functools.partial(_endpoint, run, open_endpoint(config.remote, run.store.root))
     assert config.teacher_checkpoint is not None, (
-        "the configuration was checked to name a checkpoint"
+        "config.checks makes sure that a checkpoint is named"
     )
     return _find_checkpoint(run, config.teacher_checkpoint)
 
 
 def _find_own_policy(run: Run) -> Callable[[], Author]:
-    """Check that the run's own policy has room for the teacher's prompts."""
+    """Check that the run's own policy has room for the teacher's prompts.
+
+    Returns a function that opens it as the teacher.
+    """
     agent = _agent(run)
     trained_prompt = agent.prompt if run.config.warmup.steps else None
     _check_room(
@@ -90,7 +97,7 @@ def _find_own_policy(run: Run) -> Callable[[], Author]:
 
 
 def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
-    """Find a second checkpoint, and check that it can teach."""
+    """Find a second checkpoint, check that it can teach, and return a function that opens it."""
     policy = distributed.primary_first(
         "the teacher", lambda: find_policy(name, policy=None, adapter=None)
     )
@@ -112,9 +119,10 @@ def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
 
 
 def lessons(run: Run) -> list[Conversation]:
-    """Return conversations with EviPath's teacher that a model from scratch learns in its warm-up.
+    """Return conversations with the teacher's prompts, for the warm-up of a model from scratch.
 
-    The script plays the demonstrations once more, this time as the teacher in abductive mode.
+    The script plays the demonstrations once more, this time as the teacher in the abductive mode.
+    Other models need no lessons, and the result is empty.
     """
     if not is_taught(run.config):
         return []
@@ -134,19 +142,19 @@ def lessons(run: Run) -> list[Conversation]:
 
 
 def _script(run: Run) -> Author:
-    """Open the script as teacher."""
+    """Open the script as the teacher."""
     return Author(synthesizer=_synthesizer(run, _scripted_teacher(run), _agent(run).prompt))
 
 
 def _own_policy(run: Run, trained: PromptMode | None) -> Author:
-    """Open the policy that the run starts with as teacher."""
+    """Open the policy that the run starts with as the teacher."""
     limit = _agent(run).max_trajectory_tokens
     teacher = _model_teacher(run, None, run.tokenizer, trained, limit)
     return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)))
 
 
 def _endpoint(run: Run, endpoint: Endpoint) -> Author:
-    """Open the model behind an endpoint as teacher."""
+    """Open the model behind an endpoint as the teacher."""
     teacher = Teacher(policy=EnginePolicy(endpoint.generator), tokenizer=endpoint.tokenizer)
     synthesizer = _synthesizer(run, teacher, _prompt(run, trained=None))
     return Author(
@@ -155,8 +163,9 @@ def _endpoint(run: Run, endpoint: Endpoint) -> Author:
 
 
 def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Author:
-    """Load a second checkpoint as teacher."""
-    run.generator.release_weights()  # the teacher takes their place
+    """Load a second checkpoint as the teacher."""
+    # Make room for the teacher's weights.
+    run.generator.release_weights()
     limit = _checkpoint_limit(run)
     agent = dataclasses.replace(_agent(run), max_trajectory_tokens=limit)
     config = dataclasses.replace(run.config, agent=agent)
@@ -165,12 +174,13 @@ def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Au
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
     return Author(
         synthesizer=_synthesizer(run, teacher, _prompt(run, trained)),
-        generator=cast(PolicyGenerator, generator),  # a checkpoint has an engine on this machine
+        # A checkpoint is decoded by an engine on this machine.
+        generator=cast(PolicyGenerator, generator),
     )
 
 
 def _checkpoint_limit(run: Run) -> int:
-    """Return how many tokens a conversation with a second checkpoint may hold."""
+    """Return the largest number of tokens of a conversation with a second checkpoint."""
     config = method_of(run, EviPathConfig)
     return config.teacher_max_tokens or _agent(run).max_trajectory_tokens
 
@@ -178,9 +188,9 @@ def _checkpoint_limit(run: Run) -> int:
 def _model_teacher(
     run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
 ) -> Teacher:
-    """Return a teacher on this machine.
+    """Return a teacher whose model runs on this machine.
 
-    A teacher that reads brief prompts was never shown a request for a plan.
+    If it reads brief prompts, it is not asked for plans, because its training contained none.
     """
     return Teacher(
         policy=policy,
@@ -191,9 +201,10 @@ def _model_teacher(
 
 
 def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
-    """Refuse a teacher whose prompt leaves no room for what it reads and writes.
+    """Check that the teacher's prompt leaves room for one turn and one search result.
 
-    This is checked before anything is learnt.
+    This is checked before any training. `limit` is the largest number of tokens of a conversation,
+    and `field` the setting that holds it. Raises UserError.
     """
     agent = _agent(run)
     kind = run.task.environment_kind
@@ -208,10 +219,10 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
             needed_tokens += agent.max_observation_tokens
         if needed_tokens > limit:
             raise UserError(
-                f"the teacher's prompt as {role} ({prompt}) has {prompt_tokens} tokens, needs "
-                f"{needed_tokens} "
-                "with what agent.max_turn_tokens and agent.max_observation_tokens allow, and "
-                f"{field} is {limit}: raise it, evidence comes on top, or choose a shorter "
+                f"the teacher's prompt as {role} ({prompt}) has {prompt_tokens} tokens. With one "
+                "turn (agent.max_turn_tokens) and, as a worker, one search result "
+                f"(agent.max_observation_tokens), it needs {needed_tokens} tokens and some more "
+                f"for the evidence, but {field} is {limit}: raise {field}, or choose a shorter "
                 "--method.teacher-prompt"
             )
 
@@ -219,7 +230,10 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
 def _synthesizer(
     run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None
 ) -> Synthesizer:
-    """Return what writes trajectories with a teacher (`mode` None: in the configured mode)."""
+    """Return a synthesizer that writes trajectories with this teacher.
+
+    `mode` is the mode of EviPath; None means the configured one.
+    """
     config = method_of(run, EviPathConfig)
     paragraphs: ParagraphsOf = _no_paragraphs
     if isinstance(run.task, ParagraphTask) and config.distractors != "retrieved":
@@ -239,15 +253,16 @@ def _synthesizer(
 
 
 def _no_paragraphs(question: Question) -> Sequence[GoldPassage]:
-    """Return the paragraphs of a question that brings none of its own."""
+    """Return no paragraphs. This is used if questions bring none, or if they are not to be used."""
     del question
     return ()
 
 
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
-    """Return the mode of prompts that the teacher reads.
+    """Return the mode of the prompts that the teacher reads.
 
-    `trained` is the mode that it was trained on, if any.
+    `trained` is the mode of the prompts that it was trained with; None if it was not trained as an
+    agent.
     """
     config = method_of(run, EviPathConfig)
     if config.teacher_prompt != "auto":
@@ -256,41 +271,45 @@ def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
 
 
 def _script_policy(run: Run) -> ScriptedPolicy:
+    """Return the script that plays demonstrations, without deliberate mistakes."""
     return ScriptedPolicy(
         run.tokenizer, seed=run.config.seed, contract=contract_of(run.config.agent)
     )
 
 
 def _scripted_teacher(run: Run) -> Teacher:
+    """Return the script as a teacher."""
     return Teacher(policy=_script_policy(run), tokenizer=run.tokenizer, plans=False)
 
 
 def _agent(run: Run) -> MujicaConfig:
+    """Return the configuration of the run's agent."""
     assert isinstance(run.config.agent, MujicaConfig), (
-        "the configuration was checked to play mujica"
+        "config.checks makes sure that EviPath trains the agent mujica"
     )
     return run.config.agent
 
 
 def _trained_agent(policy: SavedPolicy) -> dict:
-    """Return the agent's section of the run that made a policy."""
-    assert policy.run is not None, "only a policy of a run was trained as an agent"
+    """Return the configuration of the agent that a policy was trained as."""
+    assert policy.run is not None, "only the policies of runs were trained as agents"
     return read_object(policy.run / "config.json")["config"]["agent"]
 
 
 def _check_trained_agent(run: Run, policy: SavedPolicy) -> None:
-    """Refuse a teacher that was trained as another agent.
+    """Check that the teacher was trained as the same kind of agent. Raises UserError otherwise.
 
-    Prints in what else the agent of its run differs.
+    If other settings of the agent differ, a line on the console says which.
     """
     if policy.run is None:
         return
     trained_kind = _trained_agent(policy)["kind"]
     if trained_kind != _agent(run).kind:
         raise UserError(
-            f"method.teacher_checkpoint {policy.run} was trained as {trained_kind}, and a teacher "
-            f"of EviPath plays {_agent(run).kind}: choose another --method.teacher-checkpoint"
+            f"method.teacher_checkpoint {policy.run} was trained as the agent {trained_kind}, but "
+            f"a teacher of EviPath must be the agent {_agent(run).kind}: choose another "
+            "--method.teacher-checkpoint"
         )
     differences = policy.trained_otherwise(_agent(run))
     if differences:
-        run.progress.line(f"the teacher was trained under other settings: {'; '.join(differences)}")
+        run.progress.line(f"the teacher was trained with other settings: {'; '.join(differences)}")

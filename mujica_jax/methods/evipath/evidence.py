@@ -1,22 +1,24 @@
-"""Gold evidence: what an answer rests on, and what a sub-question may tell of it.
+"""Check a teacher's replies against the gold evidence of a question.
 
-**What an answer rests on** (EviPath, section 4.2, equation 6):
+**Choose the evidence of an answer** (EviPath, section 4.2, equation 6). The evidence of an answer a
+consists of the gold pieces z that are similar to it:
 
     evidence(a) = { z in gold evidence | cos(phi(z), phi(a)) > tau }
-    or the best piece where none passes
 
-The paper's pieces of evidence are triples and sentences. Materials are triples and whole passages
-here, so a passage counts with its likest sentence, title included. What is chosen is looked for in
-the pool that the worker reads.
+If no piece passes the threshold tau, the most similar piece is chosen. In the paper the pieces are
+triples and sentences. Here they are triples and whole passages. The similarity of a passage is that
+of its most similar sentence, with the title in front. The chosen pieces must be among the materials
+that the worker reads.
 
-Whether an answer is faithful is asked by words, which is ours: of the words that it adds to the
-question, function words left out, at least half stand in the evidence.
+**Check that an answer is faithful.** At least half of the words that the answer adds to the
+sub-question must be in the evidence. Function words do not count. This check is ours.
 
-**What can be asked.** A sub-question must make sense to someone who has only the question and what
-was observed so far. A teacher that knows the answer leads to it by what it must not know: it names
-the answer, or the entity between two hops, before an observation has. Such turns teach guessing,
-and are refused. That, the placeholders and the pronouns (table 10 forbids them) are our reading of
-"a complete sub-question that can be executed independently" (section 4.1.2).
+**Check that a sub-question can be asked.** A sub-question must make sense to a reader who knows
+only the question and the observations so far. A teacher that knows the answer may use it too early:
+it names the answer, or the entity between two hops, before any observation does. Such turns would
+teach guessing, so they are refused. Placeholders and pronouns are refused too (the paper's table 10
+forbids them). This is how we read "a complete sub-question that can be executed independently"
+(section 4.1.2).
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ from mujica_jax.retrieval.embedding.similarity import Similarity
 from mujica_jax.tasks.environment import words
 from mujica_jax.tasks.task import EnvironmentKind, Material
 
+# The share of an answer's added words that the evidence must contain.
 FAITHFUL_SHARE = 0.5
 FUNCTION_WORDS = frozenset(
     "a an and are as at be been by did do does for from had has have he her his in is it its of on "
@@ -40,7 +43,8 @@ MIN_QUERY_WORDS = 2
 PLACEHOLDER = re.compile(
     r"#\d|\[[^\]]*\]|<[^>]*>|\b(?:answer|sub-?question|step) (?:of|to|from)? ?#?\d", re.IGNORECASE
 )
-# In lower case alone: a title that holds a pronoun writes it with a capital letter.
+# Only pronouns in lower case count: in a title, such as "It Happened One Night", a pronoun has a
+# capital letter.
 PRONOUN = re.compile(r"\b(?:this|these|those|he|she|it|him|her|his|its|they|them|their)\b")
 POSSESSIVE = re.compile(r"['\u2019]s\b")
 
@@ -49,15 +53,25 @@ _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One gold triple or passage."""
+    """One piece of gold evidence: a triple or a passage.
+
+    Attributes:
+        source: The triple or the passage.
+        text: The text that a teacher reads.
+        sentences: The texts that are compared with an answer.
+    """
 
     source: Evidence | GoldPassage
-    text: str  # as a teacher reads it
-    sentences: tuple[str, ...]  # as they are compared with an answer
+    text: str
+    sentences: tuple[str, ...]
 
 
 def pieces(question: Question, kind: EnvironmentKind) -> list[Piece]:
-    """Return the triples over a graph, and over texts the passages whose text is known."""
+    """Return the gold evidence of a question.
+
+    If the agent searches a graph, these are the question's triples. Otherwise they are its gold
+    passages, without those whose text is not known.
+    """
     if kind == "graph":
         evidence_of_line = {
             f"{evidence.subject}, {evidence.relation}, {evidence.object}": evidence
@@ -75,7 +89,7 @@ def chosen(
 ) -> list[Piece]:
     """Return the pieces whose similarity to the answer is above `threshold`.
 
-    Where none is, return the first of the most similar ones. A piece is as similar as its most
+    If there is none, return the most similar piece. The similarity of a piece is that of its most
     similar sentence.
     """
     # Compare the sentences of all pieces in one call.
@@ -90,11 +104,11 @@ def chosen(
 
 
 def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
-    """Return where the piece stands in a pool.
+    """Return the index of a piece among the materials; None if it is not among them.
 
-    A triple is found by its relation, its object, and its subject's name or id. A passage is found
-    by title and text, or by its title where no material has its text: an index may cut passages
-    otherwise.
+    A triple is found by its relation, its object, and the name or id of its subject. A passage is
+    found by its title and text. If no material has this text, the title is enough, because an index
+    may cut passages at other places.
     """
     places = [place for place, material in enumerate(materials) if _shows(material, piece.source)]
     for place in places:
@@ -104,17 +118,17 @@ def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
 
 
 def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:
-    """Check that the evidence states enough of the words that the answer adds to the query."""
+    """Return whether the evidence contains enough of the words that the answer adds to a query."""
     added_words = words(answer) - words(query) - FUNCTION_WORDS
     stated_words = added_words & words(" ".join(evidence))
     return len(stated_words) >= FAITHFUL_SHARE * len(added_words)
 
 
 def is_askable(query: str, known: Sequence[str]) -> bool:
-    """Check that a query has enough words, no placeholder and no pronoun of its own.
+    """Return whether a query has enough words, no placeholder and no new pronoun.
 
-    `known` are the texts that the planner has read. A pronoun that stands in them may be part of a
-    name.
+    `known` are the texts that the planner has read. A pronoun that is in these texts is allowed,
+    because it may be part of a name.
     """
     if len(query.split()) < MIN_QUERY_WORDS or PLACEHOLDER.search(query):
         return False
@@ -125,10 +139,10 @@ def is_askable(query: str, known: Sequence[str]) -> bool:
 
 
 def secrets(question: Question, *, with_evidence: bool) -> set[str]:
-    """Return the names that an observation must tell first, normalised.
+    """Return the names that the teacher must not use before an observation contains them.
 
-    They are the answers, and with `with_evidence` also the entities between two hops and the titles
-    of gold passages.
+    These are the answers and, if `with_evidence` is true, also the entities between two hops and
+    the titles of gold passages. The names are normalised.
     """
     names = set(question.answers)
     if with_evidence:
@@ -140,9 +154,9 @@ def secrets(question: Question, *, with_evidence: bool) -> set[str]:
 
 
 def leaks(text: str, known: Sequence[str], hidden: Collection[str]) -> bool:
-    """Check whether the text names a secret that stands in none of the known texts.
+    """Return whether a text contains a hidden name that none of the known texts contains.
 
-    Names are compared by whole words.
+    Names are compared as whole words.
     """
     padded_text = f" {_plain(text)} "
     padded_known_texts = f" {_plain(' . '.join(known))} "
@@ -152,6 +166,7 @@ def leaks(text: str, known: Sequence[str], hidden: Collection[str]) -> bool:
 
 
 def _passage_piece(passage: GoldPassage) -> Piece:
+    """Return a gold passage as a piece of evidence, split into sentences."""
     text = one_line(passage.text)
     sentences = _END_OF_SENTENCE.split(text)
     return Piece(
@@ -162,7 +177,7 @@ def _passage_piece(passage: GoldPassage) -> Piece:
 
 
 def _shows(material: Material, source: Evidence | GoldPassage) -> bool:
-    """Check whether a material is this triple or passage."""
+    """Return whether a material is this triple or passage."""
     if isinstance(source, GoldPassage):
         return material.shows(source, cut=True)
     if len(material.parts) != 3:
@@ -173,8 +188,8 @@ def _shows(material: Material, source: Evidence | GoldPassage) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return the text normalised, with "Bowen's" as Bowen.
+    """Return the text normalised, with "Bowen's" as "bowen".
 
-    A question names its entities in the possessive.
+    Questions often name entities in the possessive.
     """
     return normalise_squad(POSSESSIVE.sub(" ", text))

@@ -1,38 +1,37 @@
-"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence.
+"""Train with EviPath: a teacher that knows answer and evidence writes trajectories to learn from.
 
-The paper is "From Evidence to Trajectory".
+The paper is "From Evidence to Trajectory". The method has three steps:
 
-    warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
-    synthesis   one trajectory a question (`methods/evipath/synthesis.py`), kept if it answers the question
-                rightly
-    learning    conversational fine-tuning: maximum likelihood of planner conversations of several
-                turns and worker conversations of one, as rows of one objective (equation 7), for
-                some epochs
+1. Warm-up (optional). With 0 steps, the start of the run is evaluated without training.
+2. Synthesis: the teacher writes one trajectory for each question
+   (`methods/evipath/synthesis.py`). The trajectory is kept if it answers the question correctly.
+3. Learning: maximise the likelihood of the kept conversations, for some epochs. Planner
+   conversations have several turns and worker conversations have one. Both are rows of the same
+   objective (equation 7).
 
-The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or
-the model behind an endpoint (the paper's has 70B). It serves the abductive and the deductive mode
-alike, so table 4's comparison has one teacher, and `method.trajectories` gives both rows the same
-number of trajectories. The script of a world from scratch is no language model: it replays the
-demonstrations that a warm-up shows, without noise. It shows what perfect trajectories teach, and
-says nothing about abduction.
+The teacher (`methods/evipath/authors.py`) is a language model: the policy itself, a second
+checkpoint, or a model behind an endpoint (a 70B model in the paper). The same teacher works in the
+abductive and in the deductive mode, so the two modes can be compared as in the paper's table 4.
+`method.trajectories` gives both the same number of trajectories. For a model from scratch the
+teacher may also be a script, which replays the warm-up's demonstrations without mistakes. This
+shows what perfect trajectories teach, but tells nothing about abduction.
 
-With `tune` one of the two roles is learnt; two such runs and `eval --worker` are planner and worker
-as two models (table 5).
+With `method.tune` only one role is trained. Two such runs and `eval --worker` give a planner and a
+worker that are separate models, as in table 5.
 
-Differences from the paper, beside those of the synthesis:
+Differences from the paper, in addition to those of the synthesis:
 
-- The learning rate falls along a cosine to `end_learning_rate` after its rise.
-- Conversations are packed, and a step takes rows, not conversations; every trained token of a batch
-  weighs the same.
-- Equation 7 adds up probabilities and conditions the last turn on the answer; we read
-  log-likelihoods, and the answer stands in no prompt that is learnt.
-- A question whose trajectory fails or answers wrongly is left out, in the deductive mode too: the
-  paper names no filter.
+- After its rise, the learning rate falls along a cosine to `end_learning_rate`.
+- Conversations are packed into rows, and a batch is a number of rows. Every trained token of a
+  batch has the same weight.
+- Equation 7 adds up probabilities, and its last turn depends on the answer. We read it as
+  log-likelihoods, and no prompt that is learnt contains the answer.
+- The paper names no filter. We leave out a question if its trajectory fails or answers wrongly, in
+  the deductive mode too.
 - Questions are taken in the task's order, at most `sampling.questions_per_round`.
-- A run has one task, where the paper learns from three data sets at once.
+- A run has one task. The paper learns from three datasets at once.
 
-Round 1 of the run directory holds the trajectories, for round 0 is that of a warm-up from worked
-examples.
+The trajectories are stored as round 1 of the run directory. Round 0 is for the warm-up.
 """
 
 import collections
@@ -71,36 +70,49 @@ from mujica_jax.trajectories.select import mean_reward, training_rows
 from mujica_jax.trajectories.store import ShardEntry
 
 EVIPATH = Phase(name="evipath", step=1)
+# The roles that are trained, by the value of `method.tune`.
 TUNED = {"both": (PLANNER, WORKER), "planner": (PLANNER,), "executor": (WORKER,)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Selection:
-    """The trajectories of a synthesis, and the rows that are learnt of them."""
+    """The trajectories of a synthesis, and the rows that are learnt.
 
-    trajectories: list[Trajectory]  # all
-    right_trajectories: list[Trajectory]  # that answer their question
-    kept_trajectories: list[Trajectory]  # of the right ones, at most `method.trajectories`
-    conversations: list[Conversation]  # of what is kept, of the roles that are tuned
-    rows: list[Conversation]  # of these, what fits a row
+    Attributes:
+        trajectories: All trajectories.
+        right_trajectories: The trajectories with a correct answer.
+        kept_trajectories: The first of these, at most `method.trajectories`.
+        conversations: The conversations of the kept trajectories, of the roles that are trained.
+        rows: Those of them that fit into a training row.
+    """
+
+    trajectories: list[Trajectory]
+    right_trajectories: list[Trajectory]
+    kept_trajectories: list[Trajectory]
+    conversations: list[Conversation]
+    rows: list[Conversation]
 
 
 def evipath(run: Run) -> list[PhaseResult]:
-    """Run the start, learn the trajectories, and run the control if it is asked for."""
+    """Run the warm-up, the synthesis, the learning and, with `eval.control`, the control run.
+
+    Return one result for each phase.
+    """
     config = method_of(run, EviPathConfig)
     open_author = find_author(run)
     state, first_result, demonstrations = begin(run, more_rows=lambda: lessons(run))
     cost = PhaseCost(start_time=time.monotonic())
 
-    # Synthesize: let the teacher write a trajectory for each question.
+    # Synthesise: let the teacher write a trajectory for each question.
     questions = _questions(run)
     _print_lacking_paragraphs(run, questions)
     trajectories = _synthesize(run, state, open_author, questions)
 
-    # Select: keep the trajectories that answer rightly, and the rows of the roles that are tuned.
+    # Select: keep the trajectories with a correct answer. The conversations of the roles that are
+    # trained become the rows that are learnt.
     selection = _select(run, questions, trajectories)
 
-    # Learn.
+    # Learn: maximise the likelihood of these rows for some epochs.
     with run.clock.stage("packing"):
         packed = pack(
             selection.rows, sequence_length=run.config.trainer.sequence_length, seed=run.config.seed
@@ -114,7 +126,8 @@ def evipath(run: Run) -> list[PhaseResult]:
     )
     learnt_state = learning.train(run, EVIPATH.name, state, packed, plan=plan)
 
-    # Commit and evaluate.
+    # Commit: save the policy in the run directory, evaluate it on held-out questions, and log the
+    # phase.
     commit_policy(run, learnt_state, EVIPATH.step)
     cost.trajectories = len(trajectories)
     cost.accepted = len(selection.kept_trajectories)
@@ -128,9 +141,10 @@ def evipath(run: Run) -> list[PhaseResult]:
 
 
 def _questions(run: Run) -> list[Question]:
-    """Return the first training questions.
+    """Return the training questions: the first `sampling.questions_per_round` of the task.
 
-    A script follows triples, so it plays questions that have some.
+    A script can only play questions that have triples, so the others are left out for it. Raises
+    UserError if no question remains.
     """
     is_scripted = method_of(run, EviPathConfig).teacher == "scripted"
     questions = [
@@ -140,16 +154,16 @@ def _questions(run: Run) -> list[Question]:
     ]
     if not questions:
         raise UserError(
-            f"no training question of task {run.task.name} has gold triples and method.teacher is "
-            "scripted: choose another teacher"
+            f"method.teacher is scripted, but no training question of task {run.task.name} has "
+            "gold triples for the script to follow: choose another --method.teacher"
         )
     return questions[: run.config.sampling.questions_per_round]
 
 
 def _print_lacking_paragraphs(run: Run, questions: Sequence[Question]) -> None:
-    """Print how many questions bring no paragraphs of their own.
+    """Print how many questions have no paragraphs of their own.
 
-    Their pools hold what a search finds instead.
+    Workers read the results of searches instead for these questions.
     """
     config = method_of(run, EviPathConfig)
     task = run.task
@@ -162,22 +176,25 @@ def _print_lacking_paragraphs(run: Run, questions: Sequence[Question]) -> None:
             num_lacking += 1
     if num_lacking:
         run.progress.line(
-            f"{EVIPATH.name}: {num_lacking} of {len(questions)} questions bring no paragraphs of "
-            "their own; their workers read what searches find, with the gold passages among it"
+            f"{EVIPATH.name}: {num_lacking} of {len(questions)} questions have no paragraphs of "
+            "their own; their workers read search results, with the gold passages added"
         )
 
 
 def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajectory]) -> _Selection:
-    """Choose what is learnt, and print it. Raises UserError if that is nothing."""
+    """Choose the rows that are learnt, and print how many trajectories are kept and why others not.
+
+    Raises UserError if there are no rows.
+    """
     config = method_of(run, EviPathConfig)
     right = right_ones(questions, trajectories, run.task.rule)
     kept_trajectories = right[: config.trajectories or None]
     num_kept = len(kept_trajectories)
     if num_kept < config.trajectories:
         run.progress.line(
-            f"{EVIPATH.name}: all {len(questions)} questions give {num_kept} right trajectories, "
-            f"and method.trajectories is {config.trajectories}: give more questions with "
-            "--sampling.questions-per-round"
+            f"{EVIPATH.name}: method.trajectories is {config.trajectories}, but all "
+            f"{len(questions)} questions give only {num_kept} correct trajectories: use more "
+            "questions with --sampling.questions-per-round"
         )
     conversations = [
         row for row in training_rows(kept_trajectories) if row.role in TUNED[config.tune]
@@ -185,19 +202,19 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
     rows = learning.rows_that_fit(run, conversations)
 
     num_beyond = len(right) - num_kept
-    beyond = f" ({num_beyond} more are right)" if num_beyond else ""
+    beyond = f" ({num_beyond} more are correct)" if num_beyond else ""
     reasons = _reasons_in_words(trajectories, right)
     run.progress.line(
-        f"{EVIPATH.name}: {num_kept} of {len(trajectories)} trajectories are kept{beyond}, after "
-        f"{_total_counts(trajectories)[RETRIES]} retries of the teacher; not kept: "
+        f"{EVIPATH.name}: kept {num_kept} of {len(trajectories)} trajectories{beyond}; the teacher "
+        f"needed {_total_counts(trajectories)[RETRIES]} retries; reasons for the others: "
         f"{reasons or 'none'}"
     )
     if not rows:
         raise UserError(
-            f"of {len(trajectories)} trajectories {num_kept} are right, and none of their "
-            f"{len(conversations)} conversations can be learnt ({reasons}): ask another teacher, "
-            "give more questions, or raise trainer.sequence_length "
-            f"{run.config.trainer.sequence_length}"
+            f"{num_kept} of {len(trajectories)} trajectories are correct, and none of their "
+            f"{len(conversations)} conversations can be learnt ({reasons}): use another teacher "
+            "or more questions, or raise trainer.sequence_length (now "
+            f"{run.config.trainer.sequence_length})"
         )
     return _Selection(
         trajectories=trajectories,
@@ -211,9 +228,10 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
 def _synthesize(
     run: Run, state: PhaseState, open_author: Callable[[], Author], questions: Sequence[Question]
 ) -> list[Trajectory]:
-    """Return one trajectory a question, made in shards, until enough of them are right.
+    """Return one trajectory for each question, until enough of them are correct.
 
-    Raises UserError as soon as all that a teacher wrote is malformed.
+    They are written in shards. If an earlier start of the run finished the synthesis, its
+    trajectories are read. Raises UserError if nothing that the teacher wrote can be used.
     """
     config = method_of(run, EviPathConfig)
     number = EVIPATH.step
@@ -252,7 +270,7 @@ def _synthesize(
         )
 
     units = [functools.partial(play, index) for index in range(len(shards))]
-    # If the synthesis may end early, the hosts share out a few shards at a time: one for each host.
+    # If the synthesis may end early, each host gets only one shard at a time.
     group_size = distributed.processes() if config.trajectories else len(units)
     with sampling.sampling_stage(
         run, name, number, total=len(questions), unit="questions"
@@ -275,35 +293,37 @@ def _synthesize(
 
 
 def _check_usable(synthesized: "_Synthesized", config: EviPathConfig) -> None:
-    """Raise UserError if all that the teacher wrote is malformed."""
+    """Check that at least one trajectory of the teacher can be used. Raises UserError otherwise."""
     if synthesized.has_usable:
         return
     trajectories = synthesized.trajectories
     raise UserError(
         f"nothing that the teacher {config.teacher} wrote for {len(trajectories)} questions can be "
-        f"used ({_reasons_in_words(trajectories, [])}); what was made is kept: ask another "
-        f"teacher, or begin another run with more than method.max_tries {config.max_tries}"
+        f"used ({_reasons_in_words(trajectories, [])}). Finished shards are kept. Use another "
+        f"teacher, or start a new run with a larger method.max_tries (now {config.max_tries})"
     )
 
 
 class _Synthesized:
-    """What a synthesis has made so far.
+    """Collects the trajectories of a synthesis, and shows its progress.
 
-    It has enough with `num_wanted` right trajectories. If that is 0, it asks all questions.
+    There are enough trajectories when `num_wanted` of them are correct. If `num_wanted` is 0, all
+    questions are used.
     """
 
     def __init__(self, rule: Rule, stage: Stage, *, num_wanted: int) -> None:
         self._rule: Rule = rule
         self._stage = stage
         self._num_wanted = num_wanted
-        self._num_episodes = 0  # with those of the shard under way
+        # The number of episodes, including those of the current shard.
+        self._num_episodes = 0
         self._num_failed = 0
         self._num_right = 0
         self.entries: list[ShardEntry] = []
         self.trajectories: list[Trajectory] = []
 
     def on_episode(self, trajectory: Trajectory) -> None:
-        """Count an episode of the shard under way, and show it."""
+        """Count a finished episode of the current shard, and show the new number."""
         self._num_episodes += 1
         if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED:
             self._num_failed += 1
@@ -312,18 +332,19 @@ class _Synthesized:
     def add(
         self, entry: ShardEntry, trajectories: Sequence[Trajectory], questions: Sequence[Question]
     ) -> None:
-        """Add a finished shard."""
+        """Add a finished shard with its trajectories."""
         self.entries.append(entry)
         self.trajectories += trajectories
         self._num_right += len(right_ones(questions, trajectories, self._rule))
 
     @property
     def has_enough(self) -> bool:
+        """Whether enough trajectories are correct."""
         return 0 < self._num_wanted <= self._num_right
 
     @property
     def has_usable(self) -> bool:
-        """Whether anything that the teacher wrote can be used, or it wrote nothing yet."""
+        """Whether any trajectory can be used, or the teacher has not written any yet."""
         written = [
             trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
         ]
@@ -333,7 +354,7 @@ class _Synthesized:
 
 
 def _total_counts(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:
-    """Return the sum of the trajectories' counts, by name."""
+    """Return the counts of all trajectories, added up by name."""
     total: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
         total.update({name: round(count) for name, count in trajectory.counts.items()})
@@ -343,9 +364,10 @@ def _total_counts(trajectories: Sequence[Trajectory]) -> collections.Counter[str
 def _reasons(
     trajectories: Sequence[Trajectory], kept_trajectories: Sequence[Trajectory]
 ) -> dict[str, int]:
-    """Count why trajectories are not kept, the commonest reason first.
+    """Return how many trajectories are not kept for each reason, the most common reason first.
 
-    A reason is a teacher's failing turn, another end of the episode, or a wrong answer.
+    The reason is the failure of a teacher's turn, the way in which the episode ended, or a wrong
+    answer.
     """
     kept_ids = {id(trajectory) for trajectory in kept_trajectories}
     counts: collections.Counter[str] = collections.Counter()
@@ -370,12 +392,13 @@ def _reason(trajectory: Trajectory) -> str:
 def _reasons_in_words(
     trajectories: Sequence[Trajectory], kept_trajectories: Sequence[Trajectory]
 ) -> str:
+    """Return why trajectories are not kept as text, as in "wrong_answer 3, leak 1"."""
     reasons = _reasons(trajectories, kept_trajectories)
     return ", ".join(f"{reason} {count}" for reason, count in reasons.items())
 
 
 def _write_metrics(run: Run, selection: _Selection, *, steps: int) -> None:
-    """Write what the teacher made and what of it is learnt."""
+    """Log how many trajectories and tokens the teacher wrote, and how many rows are learnt."""
     counts = _total_counts(selection.trajectories)
     reasons = _reasons(selection.trajectories, selection.right_trajectories)
     refused = {name: count for name, count in sorted(counts.items()) if name.startswith(REFUSED)}

@@ -1,40 +1,44 @@
-"""EviPath's trajectories: a teacher who knows answer and evidence plays planner and workers.
+"""Write EviPath's trajectories: a teacher plays the planner and the workers.
 
-"From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is the agent's own
-(`mujica.py`, with the contract that `agent.protocol` names), so it is recorded as any other:
-contexts are what the environment returned, under the prompts that are trained, and the mask is made
-with the tokens. Its turns come from a `Policy` that asks the teacher, with prompts of its own
-(`synthesis_prompts.py`):
+Source: "From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6.
 
-    abductive    a plan from question, answer and gold evidence; then think and search turn by
-                 turn, given all three. For each sub-question an answer from gold evidence alone,
-                 the evidence chosen by its likeness to that answer (`evidence.py`), and the
-                 worker's turn over the whole pool, given answer and choice
-    no_evidence  the same with the answer alone, over what searches really find ("w/o supporting
-                 facts", table 1)
-    deductive    the agent's own prompts, and neither (table 4)
+An episode is played by the usual agent (`agents/mujica.py`, with the contract that `agent.protocol`
+names) and recorded like any other episode: under the prompts that are trained, with the
+observations of the environment. Only the turns come from elsewhere, from a `Policy` that asks the
+teacher with other prompts (`agents/synthesis_prompts.py`). There are three modes:
 
-Any teacher serves all three modes. The script (`teacher.plans` False) is no language model: it
-replays the demonstrations that the warm-up shows, and only knows the abductive mode.
+- `abductive`: the teacher knows the question, the answer and the gold evidence. It first writes a
+  plan, and then the planner's turns. For each sub-question it writes an answer from the gold
+  evidence. The evidence of that answer is chosen by similarity (`evidence.py`). Then the teacher
+  writes the worker's turn over the whole pool of materials, knowing the answer and its evidence.
+- `no_evidence`: the teacher only knows the answer, and workers read real search results ("w/o
+  supporting facts", table 1).
+- `deductive`: the teacher reads the agent's own prompts and knows neither (table 4).
 
-The pool of a text search is the paper's: the paragraphs that the data set gives with the question
-(`tasks/own_paragraphs.py`), and nothing is searched. Where a question brings none, or with
-`method.distractors retrieved`, it is what the retriever finds, with the question's gold passages
-among it. Over a graph it is the searched entity's triples, as in table 9.
+Any language model can be the teacher in all three modes. The script (`teacher.plans` False) replays
+the warm-up's demonstrations and only works in the abductive mode.
 
-A teacher may have another tokenizer. It is asked and answers in text; what is accepted of it is
-written and tokenised once, by the tokenizer of the policy that learns it.
+The pool is the set of materials that a worker reads. For texts in the abductive mode it consists of
+the paragraphs that come with the question, and nothing is searched, as in the paper
+(`tasks/own_paragraphs.py`). If a question has no paragraphs, or with `method.distractors
+retrieved`, the pool consists of search results, with the question's gold passages added. Over a
+graph it consists of the triples of the searched entity, as in table 9.
+
+The teacher may have another tokenizer than the trained policy. The teacher is asked in text and
+answers in text. Accepted text is tokenised once, with the policy's tokenizer.
 
 Differences from the paper:
 
-- Every turn is parsed and checked and tried again with another seed, at most `max_tries` times: its
-  format, sub-questions that can be asked (`askable.py`), an answer that is the gold one, evidence
-  that stands in the pool, a selection of exactly that evidence, an answer that the evidence states.
-  The paper names no filter.
-- What passed is written again from its parsed fields, so that nothing else of a reply is learnt.
-- The plan is put at the beginning of the first thought by us: equation 7 learns it, and table 8 has
-  it there.
-- A pool has the paragraphs for which `agent.max_observation_tokens` has room, the gold ones first.
+- The paper names no filter. We parse and check every turn, and try again with another seed, at most
+  `max_tries` times. The checks are: the format, whether sub-questions can be asked
+  (`evidence.is_askable`), whether the answer is the gold answer, whether the evidence is in the
+  pool, whether exactly this evidence is selected, and whether the evidence states the answer.
+- An accepted turn is written again from its parsed fields, so that nothing else of a reply is
+  learnt.
+- We put the plan at the beginning of the first thought, because equation 7 learns it and table 8
+  shows it there.
+- A pool contains as many paragraphs as `agent.max_observation_tokens` has room for, the gold ones
+  first.
 """
 
 import dataclasses
@@ -70,43 +74,53 @@ from mujica_jax.tasks.environment import WithAllGoldPassages
 from mujica_jax.tasks.own_paragraphs import OwnParagraphs
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-# The name of a count: trajectories that ended with the reason behind it.
+# The beginning of a count's name. The reason for which trajectories failed follows it.
 FAILED = "failed_"
 
+# A function that returns the paragraphs that come with a question.
 ParagraphsOf = Callable[[Question], Sequence[GoldPassage]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Synthesis:
-    """The parts that all episodes share."""
+    """The parts that all episodes of a synthesis share.
+
+    Attributes:
+        method: The configuration of the method.
+        agent: The configuration of the agent.
+        tokenizer: The tokenizer of the trained policy.
+        teacher: The teacher.
+        similarity: Returns the cosine similarities of a text to several others.
+        prompt: The mode of the agent's prompts that the teacher reads.
+        rule: The task's rule for comparing answers.
+        paragraphs: Returns the paragraphs that come with a question.
+    """
 
     method: EviPathConfig
     agent: MujicaConfig
-    # The tokenizer of the policy that is tuned.
     tokenizer: Tokenizer
     teacher: Teacher
     similarity: Similarity
-    # The mode of the agent's own prompts as a teacher reads them.
     prompt: protocol.PromptMode
     rule: Rule
-    # The paragraphs that the data set gives with a question.
     paragraphs: ParagraphsOf = lambda question: ()
 
 
 class Synthesizer:
-    """Implements `Agent`: one trajectory of a teacher."""
+    """An `Agent` that lets a teacher write each trajectory."""
 
     def __init__(self, synthesis: Synthesis) -> None:
         self._synthesis = synthesis
         self._mujica = Mujica(synthesis.tokenizer, synthesis.agent)
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return the prompt under which the conversations of a role are trained."""
         return self._mujica.opening(role, kind)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """Play one episode. A failed trajectory keeps what was written so far.
+        """Play one episode. If it fails, its trajectory holds the turns that were written before.
 
-        `docs/reference/metrics.md` says what is counted.
+        `docs/reference/metrics.md` explains the counts of the trajectory.
         """
         trajectory, _ = await self._play(attempt, environment, policy)
         return trajectory
@@ -114,9 +128,9 @@ class Synthesizer:
     async def lessons(
         self, attempt: Attempt, environment: Environment, policy: Policy
     ) -> tuple[Conversation, ...]:
-        """Return the teacher's own conversations of one episode.
+        """Play one episode, and return its conversations with the teacher's own prompts.
 
-        A model that learns them can be a teacher. There are none if the episode failed.
+        A model that learns them can be a teacher. If the episode fails, the result is empty.
         """
         trajectory, writer = await self._play(attempt, environment, policy)
         return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
@@ -124,6 +138,7 @@ class Synthesizer:
     async def _play(
         self, attempt: Attempt, environment: Environment, policy: Policy
     ) -> tuple[Trajectory, "_Writer"]:
+        """Play one episode, and return its trajectory with the writer of its turns."""
         teacher = self._synthesis.teacher.policy or policy
         writer = _Writer(self._synthesis, self._mujica.contract, attempt, environment.kind, teacher)
         pool = self._pool(environment, attempt.question)
@@ -132,7 +147,8 @@ class Synthesizer:
         if not writer.failures:
             return dataclasses.replace(trajectory, counts=counts), writer
 
-        # If several workers fail in one turn, count the failure of one.
+        # If several workers fail in one turn, count only one of the failures. `min` makes sure that
+        # it does not depend on which worker came first.
         counts[f"{FAILED}{min(writer.failures)}"] = 1.0
         failed = dataclasses.replace(
             trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts
@@ -140,7 +156,7 @@ class Synthesizer:
         return failed, writer
 
     def _pool(self, environment: Environment, question: Question) -> Environment:
-        """Return what a search of this episode shows."""
+        """Return the environment of this episode, which decides what workers read."""
         if self._synthesis.method.mode != "abductive" or environment.kind != "text":
             return environment
         paragraphs = self._synthesis.paragraphs(question)
@@ -149,16 +165,17 @@ class Synthesizer:
         return WithAllGoldPassages(environment, question, self._fit)
 
     def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
+        """Return the first materials for which `agent.max_observation_tokens` has room."""
         return fit(
             self._synthesis.tokenizer, materials, self._synthesis.agent.max_observation_tokens
         )
 
 
 class _Writer:
-    """Implements `Policy` for one episode.
+    """A `Policy` that asks the teacher for the turns of one episode.
 
-    A turn that fails is written as one that ends the episode. The other workers of its round are
-    heard to their end, so that the counts do not depend on which one came first.
+    If a turn fails, a turn that ends the episode is written in its place. The other workers of the
+    same iteration still finish, so that the counts do not depend on which worker came first.
     """
 
     def __init__(
@@ -184,22 +201,26 @@ class _Writer:
 
     @property
     def counts(self) -> dict[str, float]:
+        """The counts of tries, refused replies and tokens."""
         return self._lesson.counts
 
     def lessons(self) -> tuple[Conversation, ...]:
-        """Return what the teacher was asked and what was accepted of it."""
+        """Return all conversations with the teacher, with the accepted replies."""
         return tuple(dialogue.record() for dialogue in self._lesson.dialogues)
 
     @property
     def version(self) -> int:
+        """The version of the teacher's policy."""
         return self._policy.version
 
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        del prompt, continues  # the teacher is asked with prompts of its own
+        """Ask the teacher for the next turn, and return it in the trained policy's tokens."""
+        # The teacher has its own prompts, so the agent's prompt is not used.
+        del prompt, continues
         assert isinstance(state, PlannerState | WorkerState), (
-            "the configuration was checked to play mujica"
+            "config.checks makes sure that EviPath trains the agent mujica"
         )
         try:
             if isinstance(state, WorkerState):
@@ -217,7 +238,7 @@ class _Writer:
     # --- planner ---
 
     async def _planner_turn(self, state: PlannerState, params: SamplingParams) -> str:
-        """Ask for the planner's next turn and return it as it was accepted."""
+        """Ask the teacher for the planner's next turn, and return the accepted text."""
         if self._planner is None:
             self._planner = await self._open_planner(state, params)
         else:
@@ -228,7 +249,10 @@ class _Writer:
         return text
 
     async def _open_planner(self, state: PlannerState, params: SamplingParams) -> Dialogue:
-        """Ask for the plan, and open the planner's conversation with the teacher."""
+        """Open the planner's conversation with the teacher.
+
+        If the mode has a plan, ask for it first.
+        """
         opening = self._contract.planner_opening(self._question.text, state.candidates)
         if self._mode == "deductive":
             return self._lesson.open(PLANNER, self._prompt(PLANNER), opening)
@@ -246,6 +270,7 @@ class _Writer:
     async def _ask_for_plan(
         self, answer: str, evidence: list[str], state: PlannerState, params: SamplingParams
     ) -> list[str]:
+        """Ask the teacher for a plan, and return its sub-questions."""
         request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
         rules = Opening(system=synthesis_prompts.PLAN_RULES)
         dialogue = self._lesson.open(PLANNER, rules, request)
@@ -256,7 +281,7 @@ class _Writer:
         return plan
 
     def _parse_plan(self, reply: str, state: PlannerState) -> list[str]:
-        """Return the sub-questions of a plan. Raises RefusedReplyError."""
+        """Return the sub-questions of a plan. Raises RefusedReplyError if it cannot be used."""
         plan = [neutralise(line) for line in synthesis_prompts.parse_plan(reply)]
         if not plan:
             raise RefusedReplyError("no_plan")
@@ -265,7 +290,10 @@ class _Writer:
         return plan
 
     def _parse_planner_turn(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
-        """Check one planner turn and write it again. Raises RefusedReplyError."""
+        """Check a planner's turn, and write it again from its parsed fields.
+
+        Raises RefusedReplyError if the turn is not accepted.
+        """
         reply = before_stop(reply, self._contract.observation(self._kind))
         thought = neutralise(first_thought(reply))
         if not thought:
@@ -299,7 +327,11 @@ class _Writer:
         return self._checked_length(text, params)
 
     def _check_answer(self, answer: str, state: PlannerState) -> None:
-        """Check that a turn of a teacher that knows the answer may end the episode."""
+        """Check that a turn may end the episode. Raises RefusedReplyError otherwise.
+
+        If the teacher knows the answer, it must have searched, and its answer must be right. In the
+        deductive mode every answer is accepted here.
+        """
         if self._mode == "deductive":
             return
         if not state.searches:
@@ -311,7 +343,10 @@ class _Writer:
     def _check_searches(
         self, thought: str, calls: Sequence[protocol.SearchCall], state: PlannerState
     ) -> None:
-        """Check that the searches can be asked, are new, and give nothing away."""
+        """Check that the sub-questions can be asked, are new, and contain no hidden names.
+
+        Raises RefusedReplyError otherwise.
+        """
         known_texts = self._known_texts(state)
         asked_queries = {search.query for search in state.searches}
         for call in calls:
@@ -326,15 +361,15 @@ class _Writer:
                 raise RefusedReplyError("leak")
 
     def _known_texts(self, state: PlannerState) -> list[str]:
-        """Return what the planner has read: question, candidates and the answers to searches."""
+        """Return what the planner has read: question, candidates and the workers' answers."""
         labels = [entity.label for entity in state.candidates]
         sentences = [search.sentence for search in state.searches]
         return [self._question.text, *labels, *sentences]
 
     def _evidence_lines(self) -> list[str]:
-        """Return the evidence that a planner's teacher reads.
+        """Return the evidence that the teacher reads when it plays the planner.
 
-        It is the triples if the question has some, and else the gold passages.
+        These are the question's triples or, if it has none, its gold passages.
         """
         if self._mode != "abductive":
             return []
@@ -347,7 +382,7 @@ class _Writer:
     # --- worker ---
 
     async def _worker_turn(self, state: WorkerState, params: SamplingParams) -> str:
-        """Ask for a worker's turn and return it as it was accepted."""
+        """Ask the teacher for a worker's turn, and return the accepted text."""
         mode = self._synthesis.prompt
         parts = [material.parts for material in state.materials]
         message = self._contract.worker_opening(state.query, parts, self._kind, mode)
@@ -370,9 +405,9 @@ class _Writer:
     async def _ask_for_answer(
         self, state: WorkerState, params: SamplingParams
     ) -> tuple[str, list[int]]:
-        """Ask for the intermediate answer from gold evidence alone.
+        """Ask the teacher to answer a sub-question from the gold evidence alone.
 
-        Return it with the places of its evidence in the pool.
+        Return the answer, and the indices of its evidence in the pool.
         """
         tag = self._contract.sentence_tag
         rules = Opening(system=synthesis_prompts.answer_rules(self._synthesis.prompt, tag))
@@ -386,9 +421,9 @@ class _Writer:
         return answer, places
 
     def _parse_answer(self, reply: str, state: WorkerState) -> tuple[str, list[int]]:
-        """Return the intermediate answer and the places of its evidence in the pool.
+        """Return the answer to a sub-question, and the indices of its evidence in the pool.
 
-        Raises RefusedReplyError.
+        Raises RefusedReplyError if the answer is not accepted.
         """
         answer = protocol.field(self._contract.sentence_tag, reply)
         if not answer or answer == protocol.NOTHING_FOUND:
@@ -414,14 +449,16 @@ class _Writer:
     def _parse_worker_turn(
         self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None
     ) -> str:
-        """Check one worker turn and write it again. Raises RefusedReplyError.
+        """Check a worker's turn, and write it again from its parsed fields.
 
-        `places` are the indexes that it must select, where they are known.
+        `places` are the indices of the materials that the worker must select; None if any selection
+        is allowed. Raises RefusedReplyError if the turn is not accepted.
         """
         turn = self._contract.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(first_thought(reply))
 
-        # A turn that finds nothing is a bare sentence in a contract that does not explain it.
+        # Under some contracts a worker that finds nothing gives no reasons. Its turn is then only a
+        # sentence, without a thought and without a selection.
         is_bare = not turn.selected and not self._contract.explains_nothing_found
         has_selection = protocol.field("select", reply) is not None
         if not turn.well_formed or not (has_selection or is_bare) or not (thought or is_bare):
@@ -439,7 +476,7 @@ class _Writer:
     # --- both ---
 
     def _prompt(self, role: str, addition: str = "") -> Opening:
-        """Return the agent's own prompt for the teacher, with `addition` behind the rules."""
+        """Return the agent's prompt in the teacher's mode, with `addition` after the rules."""
         prompt = self._contract.opening(
             "planner" if role == PLANNER else "worker",
             self._kind,
@@ -449,14 +486,17 @@ class _Writer:
         return dataclasses.replace(prompt, system=prompt.system + addition)
 
     def _checked_length(self, text: str, params: SamplingParams) -> str:
-        """Return the text. Raises RefusedReplyError where it is longer than a turn may be."""
+        """Return the text. Raises RefusedReplyError if it is too long for a turn."""
         turn = as_completion(self._synthesis.tokenizer, text)
         if len(turn.token_ids) > params.max_new_tokens:
             raise RefusedReplyError(StopReason.TURN_LENGTH.value)
         return text
 
     def _failed_turn(self, state: PlannerState | WorkerState, reason: str) -> str:
-        """Write a turn that ends the episode, or a worker's turn that finds nothing."""
+        """Return the turn to write after a failure.
+
+        A planner's turn then ends the episode, and a worker's turn finds nothing.
+        """
         if isinstance(state, WorkerState):
             return self._contract.write_worker(reason, [], protocol.NOTHING_FOUND)
         return f"<think> {reason} </think>"

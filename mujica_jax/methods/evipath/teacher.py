@@ -1,4 +1,7 @@
-"""Ask a teacher for one step until its reply is accepted, and count tries and tokens."""
+"""Ask a teacher for each step of a trajectory, until it gives a reply that is accepted.
+
+Tries, refused replies and tokens are counted.
+"""
 
 import collections
 import dataclasses
@@ -11,7 +14,7 @@ from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
-# The name of a count: replies that were refused for the reason behind it.
+# The beginning of a count's name. The reason for which replies were refused follows it.
 REFUSED = "refused_"
 RETRIES = "retries"
 TEACHER_TOKENS = "teacher_tokens"
@@ -22,24 +25,30 @@ Parsed = TypeVar("Parsed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The model that writes. Any `Generator` is one, as the policy `EnginePolicy(generator)`."""
+    """The model that writes trajectories.
 
-    # None says that the policy of the run's episodes is the teacher.
+    Any `Generator` can be a teacher, as the policy `EnginePolicy(generator)`.
+
+    Attributes:
+        policy: The teacher. None: the policy that plays the run's episodes is the teacher.
+        tokenizer: The teacher's tokenizer. It may differ from the tokenizer of the trained policy.
+        plans: Whether the teacher is asked for a plan. A teacher that has never seen a plan is not.
+        max_tokens: The largest number of tokens of a prompt together with its turn. None: there is
+            no such limit.
+    """
+
     policy: Policy | None
-    # The teacher's own tokenizer. It may differ from that of the policy that learns.
     tokenizer: Tokenizer
-    # Whether it is asked for a plan. A teacher that never saw one is not.
     plans: bool = True
-    # The most tokens of a prompt and its turn, where the teacher has such a limit.
     max_tokens: int | None = None
 
 
 class RefusedReplyError(Exception):
-    """A reply is not accepted. The argument is the reason, in one word."""
+    """A reply of the teacher is not accepted. The argument is the reason, in one word."""
 
 
 class Lesson:
-    """One episode's questions to a teacher."""
+    """All conversations with the teacher during one episode."""
 
     def __init__(self, teacher: Teacher, policy: Policy, attempt: Attempt, max_tries: int) -> None:
         self._teacher = teacher
@@ -50,7 +59,10 @@ class Lesson:
         self.dialogues: list[Dialogue] = []
 
     def open(self, role: str, prompt: Opening, message: str) -> Dialogue:
-        """Open a conversation with the teacher. `message` is untrusted, `prompt` is ours."""
+        """Open a conversation with the teacher.
+
+        `prompt` is our own text. `message` may contain text from outside, so it is not trusted.
+        """
         dialogue = Dialogue(self._teacher.tokenizer, role, prompt.system, prompt.examples)
         dialogue.add_user(message)
         self.dialogues.append(dialogue)
@@ -59,7 +71,7 @@ class Lesson:
     def accept(self, dialogue: Dialogue, text: str) -> None:
         """Append an accepted reply to the conversation.
 
-        It is recorded as if the teacher had written just this text.
+        The conversation records `text` as the teacher's turn.
         """
         dialogue.add_model(as_completion(self._teacher.tokenizer, text))
 
@@ -71,10 +83,10 @@ class Lesson:
         state: object,
         parse: Callable[[str], Parsed],
     ) -> Parsed:
-        """Ask until `parse` accepts a reply, and return what it made of the reply.
+        """Ask the teacher until `parse` accepts a reply, and return the result of `parse`.
 
-        `parse` refuses a reply by raising RefusedReplyError. Each try has a seed of its own. After
-        the last try, RefusedReplyError is raised with the last reason.
+        `parse` refuses a reply by raising RefusedReplyError. Each try has its own seed. If the last
+        try is refused too, RefusedReplyError is raised with the reason of that try.
         """
         limit = self._teacher.max_tokens
         params = dataclasses.replace(params, thought_open=dialogue.thought_open)
@@ -83,7 +95,7 @@ class Lesson:
 
         reason = ""
         for try_number in range(self._max_tries):
-            # The first try adds zero, so that the count is in every record.
+            # Add zero for the first try, so that every record contains this count.
             self.counts[RETRIES] += float(try_number > 0)
             seed = self._attempt.turn_seed(f"{params.seed}/{step}/{try_number}")
             try:
@@ -97,7 +109,10 @@ class Lesson:
         raise RefusedReplyError(reason)
 
     async def _reply(self, dialogue: Dialogue, params: SamplingParams, state: object) -> str:
-        """Return one reply as text. Raises ReplyError where none came."""
+        """Return one reply of the teacher as text.
+
+        Raises ReplyError if the teacher gives no reply, and RefusedReplyError if it is cut off.
+        """
         self.counts[TEACHER_PROMPT_TOKENS] += len(dialogue.token_ids)
         completion = await self._policy.generate(
             dialogue.token_ids, params, state=state, continues=False
@@ -114,6 +129,6 @@ class Lesson:
 
 
 def as_completion(tokenizer: Tokenizer, text: str) -> Completion:
-    """Return a text as a model would have generated it, to its stop token."""
+    """Return a text as if a model had generated it, with the stop token at its end."""
     ids = (*tokenizer.encode_turn(text), tokenizer.stop_token_ids[0])
     return Completion(token_ids=ids, logprobs=None, finish_reason="stop")

@@ -1,1 +1,1 @@
-"""Encoders that turn texts into vectors, and how alike two texts are by them."""
+"""Encoders that turn texts into vectors, and the similarity of texts."""

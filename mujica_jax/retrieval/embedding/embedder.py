@@ -1,11 +1,14 @@
-"""Texts to vectors, by an encoder (`models.encoder`) in the sentence-transformers layout.
+"""Turn texts into vectors with an encoder (`encoder.py`) in the sentence-transformers layout.
 
-What is read of a folder beside the encoder's files: `tokenizer.json`; `modules.json` with
-`1_Pooling/config.json` says how token states become one vector, `sentence_bert_config.json` how
-many tokens are read, `config_sentence_transformers.json` which prefix queries and passages carry.
+Besides the files of the encoder, these files of the folder are read:
 
-Texts are sorted by length and padded to a few lengths, so that a corpus compiles a handful of
-programs and pads little; the rows of a batch are split over the mesh's `data` axis.
+- `tokenizer.json`;
+- `modules.json` and `1_Pooling/config.json`: how token states become one vector;
+- `sentence_bert_config.json`: how many tokens of a text are read;
+- `config_sentence_transformers.json`: the prefixes of queries and passages.
+
+Texts are sorted by length and padded to one of a few lengths. So only a few programs are compiled,
+and there is little padding. The rows of a batch are split over the `data` axis of the mesh.
 """
 
 import dataclasses
@@ -32,20 +35,20 @@ from mujica_jax.retrieval.embedding.encoder import Encoder, encoder_config
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
 
-# Lengths that texts are padded to, in tokens. From 64 on padding costs at most a fifth.
+# Lengths to which texts are padded, in tokens. From 64 on, padding adds at most a quarter.
 LENGTHS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens in one batch: on two CPU cores 4,096 and 16,384 were equally fast; an accelerator wants
-# more.
+# Number of tokens in a batch, by platform. On two CPU cores, 4,096 and 16,384 were equally fast.
+# Accelerators need more.
 BATCH_TOKENS = {"cpu": 4096}
 ACCELERATOR_BATCH_TOKENS = 65_536
-# A batch of queries has this many times fewer tokens: a query often comes alone, and a whole batch
-# is computed for it.
+# The number of tokens is divided by this for queries. A query often arrives alone, and a whole
+# batch is computed for it.
 QUERY_SHARE = 8
-# Characters of a long text that are read for each token; English takes about four.
+# Of a long text, this number of characters is read for each token. English has about four.
 CHARACTERS_A_TOKEN = 16
 END_OF_WORD = re.compile(r"(?<=\S)[ \t\r\n]")
-# Prefixes that the authors of these models train with and that their folders do not state: (query,
-# passage).
+# Prefixes of (queries, passages) with which these models were trained. Their folders do not state
+# them.
 PREFIXES: Mapping[str, tuple[str, str]] = {
     "none": ("", ""),
     "bge": ("Represent this sentence for searching relevant passages: ", ""),
@@ -55,21 +58,27 @@ PREFIXES: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedderConfig:
-    """The way from token states to an embedding."""
+    """How a text becomes an embedding."""
 
+    # "cls" takes the state of the first token, "mean" the mean over all tokens.
     pooling: Pooling
-    normalised: bool  # to length 1, so that a dot product is a cosine
-    max_tokens: int  # of a text with its two special tokens; longer ones are cut
+    # Scale embeddings to length 1, so that a dot product is a cosine.
+    normalised: bool
+    # The largest number of tokens of a text, with its two special tokens. Longer texts are cut.
+    max_tokens: int
+    # Text that is put before every query.
     query_prefix: str = ""
+    # Text that is put before every passage.
     passage_prefix: str = ""
 
 
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
-    """Read how a folder's model embeds.
+    """Read from a folder how its model embeds texts. Raises UserError.
 
-    Without `modules.json` (contriever) an embedding is the mean of the states, not normalised.
+    Without `modules.json` (as in contriever), an embedding is the mean of the token states and is
+    not normalised.
 
-    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none.
+    `prefixes` is an entry of PREFIXES. None takes the prompts in the folder, or no prefixes.
     """
     folder = pathlib.Path(directory)
     if prefixes is not None and prefixes not in PREFIXES:
@@ -89,7 +98,7 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
 
 
 def _max_tokens(folder: pathlib.Path) -> int:
-    """Read how many tokens of a text are embedded. Raises UserError."""
+    """Return the largest number of tokens of a text. Raises UserError."""
     max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
     file = folder / "sentence_bert_config.json"
     if not file.exists():
@@ -98,26 +107,27 @@ def _max_tokens(folder: pathlib.Path) -> int:
     limit = read_json(file).get("max_seq_length") or max_tokens
     if type(limit) is not int or limit < 1:
         raise UserError(
-            f"{file} sets max_seq_length to {limit!r} and a whole number is needed: correct it"
+            f"{file} sets max_seq_length to {limit!r}, but a whole number above 0 is needed: "
+            "correct it"
         )
     return min(max_tokens, limit)
 
 
 def _own_prefixes(folder: pathlib.Path) -> tuple[str, str]:
-    """Read the prefixes of queries and passages that a folder names. Raises UserError."""
+    """Return the prefixes of queries and passages in a folder's files. Raises UserError."""
     file = folder / "config_sentence_transformers.json"
     prompts = (read_json(file).get("prompts") or {}) if file.exists() else {}
     is_map = isinstance(prompts, dict)
     if not is_map or not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise UserError(
-            f"{file} sets prompts to {prompts!r} and a map of texts is needed: correct it"
+            f"{file} sets prompts to {prompts!r}, but an object of strings is needed: correct it"
         )
     passage_prefix = prompts.get("passage", prompts.get("document", ""))
     return prompts.get("query", ""), passage_prefix
 
 
 def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
-    """Read how states become one vector, and whether that is normalised. Raises UserError."""
+    """Return the pooling, and whether embeddings are normalised. Raises UserError."""
     if not (folder / "modules.json").exists():
         return "mean", False
     modules = _modules(folder / "modules.json")
@@ -125,11 +135,14 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     for kind in kinds:
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise UserError(
-                f"{folder}/modules.json has a module {kind}, which is not computed here"
+                f"{folder}/modules.json has a module {kind}, which is not supported: give an "
+                "embedder with only Transformer, Pooling and Normalize"
             )
     paths = [module["path"] for module in modules if module["type"].endswith("Pooling")]
     if not paths:
-        raise UserError(f"{folder}/modules.json has no Pooling module: an embedding needs one")
+        raise UserError(
+            f"{folder}/modules.json has no Pooling module: give an embedder that has one"
+        )
 
     fields = read_json(folder / paths[0] / "config.json")
     modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value]
@@ -139,16 +152,16 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     }
     if len(modes) != 1 or modes[0] not in poolings:
         raise UserError(
-            f"{folder}/{paths[0]} pools by {', '.join(modes) or 'nothing'}: cls or mean is "
-            "computed here"
+            f"{folder}/{paths[0]} has the pooling {', '.join(modes) or 'none'}, which is not "
+            "supported: give an embedder with cls or mean pooling"
         )
     return poolings[modes[0]], "Normalize" in kinds
 
 
 def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the modules of an embedder: a list of objects with a type and a path.
+    """Return the modules in `modules.json`: a list of objects with a type and a path.
 
-    Raises UserError if the file holds no such list.
+    Raises UserError if the file holds something else.
     """
     refuse_pointer(file)
     try:
@@ -156,50 +169,58 @@ def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}): download it again") from error
     if not isinstance(modules, list) or not all(map(_is_module, modules)):
-        raise UserError(f"{file} holds no list of modules with type and path: download it again")
+        raise UserError(
+            f"{file} is not a list of modules with a type and a path: download it again"
+        )
     return modules
 
 
 def _is_module(value: Any) -> bool:
-    """Return whether a JSON value is an object with a type and a path."""
+    """Return whether a JSON value is an object with a type and a path, both strings."""
     if not isinstance(value, dict):
         return False
     return isinstance(value.get("type"), str) and isinstance(value.get("path"), str)
 
 
 class Embedder:
-    """Texts to vectors."""
+    """Turns texts into vectors."""
 
     def __init__(
         self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
     ) -> None:
+        """Load the tokenizer in `directory`. Raises UserError if it cannot be used.
+
+        With a `mesh`, the rows of a batch are split over its `data` axis.
+        """
         self.config = config
         self.encoder = encoder
         self.mesh = mesh
         path = pathlib.Path(directory) / "tokenizer.json"
         if not path.exists():
             raise UserError(
-                f"{path} is missing: give the directory of an embedder with its fast tokenizer"
+                f"{path} is missing: give the folder of an embedder with its fast tokenizer"
             )
         read_json(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:
+            # The package raises plain exceptions.
             raise UserError(f"{path} cannot be used ({error}): download it again") from error
-        # A passage that says [SEP] says five characters.
+        # The text "[SEP]" in a passage is five characters, not a special token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.max_tokens)
         if self._tokenizer.get_vocab_size() > encoder.config.vocab_size:
             raise UserError(
-                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries and "
-                f"the model embeds {encoder.config.vocab_size}: take both from the same checkpoint"
+                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries, but "
+                f"the model has only {encoder.config.vocab_size}: take both from the same checkpoint"
             )
         shorter_lengths = [length for length in LENGTHS if length < config.max_tokens]
         self._lengths = (*shorter_lengths, config.max_tokens)
 
     @property
     def dimension(self) -> int:
+        """The dimension of an embedding."""
         return self.encoder.config.hidden_size
 
     def embed(
@@ -209,11 +230,14 @@ class Embedder:
         *,
         on_batch: Callable[[int], None] = lambda done: None,
     ) -> Float[np.ndarray, "texts hidden"]:
-        """Return one float32 row per text, in their order. `on_batch` gets how many are done.
+        """Return the embeddings of texts in float32, [texts, hidden], in the order of the texts.
 
-        Passages fill batches of nearly equal lengths. A query is computed in batches of its own
-        length and of one size, so that its numbers are the same to the bit whatever it comes with:
-        the result of a search must not depend on the other searches.
+        `on_batch` is called with the number of texts done so far.
+
+        A batch of passages has texts of nearly equal lengths. A batch of queries only has queries
+        of one padded length, and the number of rows is fixed. The embedding of a query is then the
+        same to the last bit, whatever other queries are in the batch. Otherwise the result of a
+        search would depend on other searches.
         """
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
         encoded = encode_truncated(
@@ -223,8 +247,8 @@ class Embedder:
         longest_first = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
 
         embeddings = np.zeros((len(texts), self.dimension), np.float32)
-        # Places and embeddings of the last batch. They are read one batch late: the device computes
-        # the next one while they are copied.
+        # Places and embeddings of the last batch. They are copied after the next batch is started,
+        # so that the device computes during the copy.
         pending: tuple[list[int], Array] | None = None
         num_started = 0
         while num_started < len(longest_first):
@@ -244,12 +268,14 @@ class Embedder:
         return embeddings
 
     def _padded_length(self, num_tokens: int) -> int:
+        """Return the smallest length for padding that is at least `num_tokens`."""
         return next(length for length in self._lengths if length >= num_tokens)
 
     def _rows(self, length: int, role: Role) -> int:
-        """Return the number of rows in a batch of this length.
+        """Return the number of rows in a batch of texts of this padded length.
 
-        It is fixed, so that each length is compiled once a role. It is a multiple of the data axis.
+        It is the same for all batches of a length and a role, so that each is compiled once. It is
+        a multiple of the size of the data axis.
         """
         data = 1 if self.mesh is None else self.mesh.shape["data"]
         tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
@@ -258,10 +284,13 @@ class Embedder:
         return max(1, tokens // length // data) * data
 
     def _run(self, encoded: Sequence[Sequence[int]], rows: int, length: int) -> Array:
-        """Embed one batch, padded to rows x length. Returns while it is being computed."""
+        """Start to embed one batch, padded to [rows, length]. Return its embeddings.
+
+        `encoded` are the token ids of each text. The call does not wait for the computation.
+        """
         tokens = np.zeros((rows, length), np.int32)
         present = np.zeros((rows, length), bool)
-        # Rows beyond the texts read one token, so that no softmax is over nothing.
+        # Padding rows have one token too, because a softmax over no tokens is undefined.
         present[:, 0] = True
         for row, ids in enumerate(encoded):
             tokens[row, : len(ids)] = ids
@@ -276,19 +305,20 @@ class Embedder:
 
 
 def _copy_rows(places: list[int], batch_embeddings: Array, embeddings: np.ndarray) -> None:
-    """Copy the embeddings of a batch, without its padding, to their places."""
+    """Copy the embeddings of a batch, without padding rows, to their places in `embeddings`."""
     embeddings[places] = np.asarray(batch_embeddings)[: len(places)]
 
 
 def encode_truncated(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int
 ) -> list[list[int]]:
-    """Return the ids of each text, which the tokenizer cuts at `max_tokens`.
+    """Return the token ids of each text, cut at `max_tokens`.
 
-    A text may be as long as a book, so only its beginning is read, up to a space. The whole text is
-    read if the beginning gives fewer tokens than the limit. So the ids are those of the whole text
-    for every tokenizer that begins again behind a space, as BERT's do. A tokenizer whose tokens
-    reach across spaces can give other ids near the end of a text that has more than
+    A text may be as long as a book. To save time, only its beginning is tokenised, up to a space.
+    If the beginning gives fewer than `max_tokens` tokens, the whole text is tokenised.
+
+    The result is the same as for the whole text if the tokenizer first splits texts at spaces, as
+    in BERT. With other tokenizers, ids near the cut can differ for texts of more than
     CHARACTERS_A_TOKEN * max_tokens characters.
     """
     beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
@@ -300,7 +330,7 @@ def encode_truncated(
 
 
 def _beginning(text: str, characters: int) -> str:
-    """Return at least this many characters, up to the end of a word."""
+    """Return the beginning of a text: at least `characters`, up to the end of a word."""
     if len(text) <= characters:
         return text
     word_end = END_OF_WORD.search(text, characters)
@@ -317,7 +347,10 @@ def _embed(
     pooling: Pooling,
     normalised: bool,
 ) -> Float[Array, "batch hidden"]:
-    """Embed a batch of token ids; `present` is False for padding."""
+    """Return the embeddings of a batch of token ids. `present` is False for padding.
+
+    `tokens` and `present` are [batch, time].
+    """
     states = nnx.merge(graph, weights)(tokens, present)
     if pooling == "cls":
         pooled = states[:, 0]

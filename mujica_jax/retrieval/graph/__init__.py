@@ -1,1 +1,1 @@
-"""Knowledge graphs: triples in memory, an embedded RDF store, or a SPARQL endpoint."""
+"""Knowledge graphs: triples in memory, an RDF store on disk, or a SPARQL endpoint."""

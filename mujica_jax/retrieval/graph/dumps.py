@@ -1,11 +1,17 @@
-"""N-Triples, as Wikidata's truthy dump: the lines that a graph takes.
+"""Choose and load the lines of an N-Triples file, such as Wikidata's truthy dump.
 
-These are labels and aliases in the chosen languages, ids of merged entities, and statements: in
-Wikidata's dumps `prop/direct/...`, in others every predicate outside the vocabularies that describe
-data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes and unknown values are
-left out without a word. Lines are chosen here and parsed by the store, but for those whose object
-is a quoted triple with another one in it: they are refused here, for the store's parser has no
-bound on how deep it goes and ends the process.
+A graph takes these lines:
+
+- labels and aliases in the chosen languages;
+- redirects, from the id of a merged entity to the entity that it was merged into;
+- statements: with the chosen properties if there are any, or else with `prop/direct/...` in
+  Wikidata's dumps, and with every predicate outside the vocabularies of DESCRIBING in other files.
+
+Texts in other languages, blank nodes and unknown values are left out silently.
+
+This module chooses the lines, and the store parses them. One case is refused here: a quoted triple
+inside a quoted triple. The store's parser has no limit on their depth, so a deep one would end the
+process.
 """
 
 import contextlib
@@ -20,6 +26,7 @@ from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.files import Counts, GraphSpec, Piece
 from mujica_jax.retrieval.graph.values import UNKNOWN_VALUE
 
+# Vocabularies that describe the data itself. Lines with these predicates are not statements.
 DESCRIBING = (
     b"http://www.wikidata.org/",
     b"http://wikiba.se/",
@@ -32,21 +39,28 @@ DESCRIBING = (
     b"http://www.w3.org/ns/",
     b"http://creativecommons.org/ns#",
 )
+# Predicates of labels and aliases.
 NAMES = (sparql.LABEL.encode(), sparql.ALIAS.encode())
+# Predicates that describe properties.
 SCHEMA = (sparql.DIRECT_CLAIM.encode(), sparql.PROPERTY_TYPE.encode())
 
-NESTED = "nested"  # the role of a line that no parser may see
-QUOTE = b"<<"  # opens a quoted triple, and no parser takes it for a line
+# Role of a line with nested quoted triples. Its text must not reach the parser.
+NESTED = "nested"
+# Opens a quoted triple. As a line of its own it is a syntax error, so the parser refuses it.
+QUOTE = b"<<"
 
 _text = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _line = re.compile(rb"\s*(<[^>]*>|_:\S+)\s*<([^>]*)>\s*(.*)", re.DOTALL)
 
 
 class Line(NamedTuple):
-    """A line that a graph takes."""
+    """A chosen line."""
 
+    # Line number in the file, from 1.
     number: int
+    # The line with its line break.
     text: bytes
+    # "name", "schema", "redirect", "statement", NESTED, or "none" for a line that is no triple.
     role: str
 
 
@@ -59,17 +73,18 @@ class Lines:
         self._counts = counts
         self._languages = frozenset(language.lower().encode() for language in spec.languages)
         self._predicates = spec.predicates
-        self._roles: dict[bytes, str] = {}  # by predicate
+        # Roles by predicate, cached.
+        self._roles: dict[bytes, str] = {}
 
     def choose(self, piece: Piece, claims: set[bytes]) -> list[Line]:
-        """Return the lines that the graph takes. Predicates of statements are added to `claims`."""
+        """Return the chosen lines of a piece. Predicates of statements are added to `claims`."""
         lines = []
         for number, text in piece.numbered:
             parts = _parts(text)
             if parts is None:
                 is_comment = text.lstrip().startswith(b"#")
                 if text.strip() and not is_comment:
-                    # The parser will refuse it.
+                    # Keep a broken line, so that the parser reports it.
                     lines.append(Line(number, text, "none"))
                 continue
 
@@ -91,21 +106,25 @@ class Lines:
     def load(self, store: Store, lines: Sequence[Line]) -> None:
         """Load lines into the store, and count them.
 
-        Raises UserError naming the first line that is no triple.
+        Raises UserError with the first line that is no triple. With `skip`, such lines are counted
+        instead.
         """
         try:
             content = b"".join(line.text for line in lines)
             store.bulk_load(content, RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
             valid_lines = [line for line in lines if self._is_valid(line)]
-            assert len(valid_lines) < len(lines), "a piece cannot be read and each of its lines can"
+            assert len(valid_lines) < len(lines), "the lines fail together, but not one by one"
             self.load(store, valid_lines)
         else:
             self._counts.triples += sum(line.role == "statement" for line in lines)
             self._counts.names += sum(line.role == "name" for line in lines)
 
     def _is_valid(self, line: Line) -> bool:
-        """Return whether a line is a triple. Any other line is counted, or raises UserError."""
+        """Return whether a line is a triple.
+
+        With `skip`, a line that is not a triple is counted. Without, it raises UserError.
+        """
         try:
             list(parse(line.text, RdfFormat.N_TRIPLES, lenient=True))
             return True
@@ -114,16 +133,16 @@ class Lines:
                 reason = "a quoted triple in a quoted triple"
             else:
                 reason = str(error).partition(": ")[2].partition(" (line")[0] or str(error)
-            sentence = f"{self._path}, line {line.number:,}: no triple in N-Triples ({reason})"
+            sentence = f"{self._path}, line {line.number:,}: not a triple in N-Triples ({reason})"
             if not self._skip:
                 raise UserError(
-                    f"{sentence}: mend it, or leave such lines out with --skip"
+                    f"{sentence}: correct it, or leave such lines out with --skip"
                 ) from error
             self._counts.skip(sentence)
             return False
 
     def _role(self, predicate: bytes) -> str:
-        """Return what lines with this predicate are: name, schema, redirect, statement or none."""
+        """Return the role of lines with this predicate: name, schema, redirect, statement, none."""
         if predicate in NAMES:
             return "name"
         if predicate in SCHEMA:
@@ -137,10 +156,11 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """Return whether the object of a line is one that the graph takes.
+        """Return whether the graph takes a line with this object.
 
-        `rest` is the line behind the predicate. A text is in a chosen language or in none. The
-        object of a name is a text, and that of a redirect an entity of Wikidata's.
+        `rest` is the part of the line after the predicate. The object of a redirect must be an
+        entity of Wikidata. The object of a name must be a text. A text must be in a chosen
+        language, or have no language.
         """
         if role == "redirect":
             return rest.startswith(b"<" + sparql.ENTITY.encode())
@@ -150,18 +170,18 @@ class Lines:
                 return True
             words = suffix[1:].split(maxsplit=1)
             if not words:
-                # The line is cut there: the parser refuses it.
+                # The line ends here. Keep it, so that the parser reports it.
                 return True
             return words[0].rstrip(b".").lower() in self._languages
         return role != "name" and not rest.startswith(b"_:") and UNKNOWN_VALUE.encode() not in rest
 
 
 def _parts(line: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Return the subject, the predicate and the rest of a line, or None where it has none.
+    """Return the subject, the predicate and the rest of a line, or None if it is no triple.
 
-    The subject begins with `<` or `_:`; its end is not needed.
+    The subject begins with `<` or `_:`. It may lack its closing bracket, which nobody needs.
     """
-    # The usual form is recognised without a regular expression, which takes longer.
+    # Find the usual form without a regular expression, which is slower.
     subject_end = line.find(b">")
     if line[:1] == b"<" and line[subject_end : subject_end + 3] == b"> <":
         predicate_start = subject_end + 3
@@ -177,14 +197,14 @@ def _parts(line: bytes) -> tuple[bytes, bytes, bytes] | None:
 
 
 def claim_quads(claims: set[bytes]) -> list[Quad]:
-    """Return the quads that say which property each predicate states.
+    """Return the quads that connect each predicate of `claims` with its property.
 
-    Without them no query finds a predicate's statements.
+    Queries find the statements of a predicate only through these quads.
     """
     quads = []
     for claim in sorted(claims):
-        # A predicate that is no address gets no quad. The store keeps its statements, but no query
-        # can name it.
+        # A predicate that is not a valid IRI gets no quad. The store keeps its statements, but no
+        # query finds them.
         with contextlib.suppress(ValueError):
             predicate = claim.decode()
             is_direct = predicate.startswith(sparql.DIRECT)

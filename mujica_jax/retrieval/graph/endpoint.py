@@ -1,11 +1,11 @@
 """A knowledge graph behind a SPARQL endpoint.
 
-It may be Wikidata's, a QLever of one's own, or `oxigraph serve-read-only`.
+The endpoint can be Wikidata's, your own QLever, or `oxigraph serve-read-only`. Its data must be in
+Wikidata's vocabulary (`sparql.py`).
 
-Answers are kept on disk by address and query, and the same query goes there once at a time.
-Requests are sent again after transient errors (`http/retry.py`), not faster than
-`queries_per_second`; when the endpoint asks for a pause, all of them wait. The endpoint's data must
-be in Wikidata's vocabulary (`sparql.py`).
+Answers are stored on disk by address and query. If several agents ask the same query at the same
+time, it is sent once. Requests are sent again after transient errors (`http/retry.py`). At most
+`queries_per_second` requests are sent. If the endpoint asks for a pause, all requests wait.
 """
 
 import asyncio
@@ -35,25 +35,27 @@ from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import SearchCache
 
-# Stands before http:// or https://, and tells such an address from that of a service of passages.
+# Prefix of http:// or https:// in the address of an endpoint. The address of a retrieval service
+# for passages has no such prefix.
 SCHEME = "sparql+"
 EXAMPLE = "sparql+https://HOST/sparql"
 ADVICE = "check the address and that a SPARQL endpoint answers there"
 HEADERS = {
     "Content-Type": "application/x-www-form-urlencoded",
     "Accept": "application/sparql-results+json",
-    # Wikidata refuses requests without one.
+    # Wikidata refuses requests without a user agent.
     "User-Agent": f"mujica_jax/{__version__}",
 }
-# What reading a text raises that is no table of results.
+# Exceptions from reading a text that is not a table of SPARQL results.
 NO_ANSWER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+# Number of attempts of the check at the start of a run.
 CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_POLICY = RetryPolicy(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
 
 
 class SparqlEndpoint(KnowledgeGraph):
-    """A graph behind a SPARQL endpoint. Use from one event loop at a time."""
+    """A graph behind a SPARQL endpoint. Use it from one event loop at a time."""
 
     def __init__(
         self,
@@ -65,7 +67,10 @@ class SparqlEndpoint(KnowledgeGraph):
         concurrency: int = 4,
         policy: RetryPolicy = PUBLIC_POLICY,
     ) -> None:
-        """Make no request yet. The address may begin with SCHEME."""
+        """Set up the client without a request. The address may begin with SCHEME.
+
+        At most `concurrency` requests are sent at the same time.
+        """
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
         self._client = HttpClient(
@@ -74,7 +79,8 @@ class SparqlEndpoint(KnowledgeGraph):
         self._cache = cache
         self._policy = policy
         self._seconds_between_requests = 1.0 / queries_per_second
-        self._next_request_time = 0.0  # when the next request may go
+        # Earliest time of the next request, on the monotonic clock.
+        self._next_request_time = 0.0
         self._random = random.Random(0)
         self._batcher = Batcher[list[sparql.Row]](
             self._answer,
@@ -82,14 +88,16 @@ class SparqlEndpoint(KnowledgeGraph):
             max_queries=1,
             concurrency=concurrency,
             deadline_seconds=policy.deadline_seconds + 1.0,
-            late=str(deadline_exceeded(url, policy, "too many searches before this one")),
+            late=str(
+                deadline_exceeded(url, policy, "too many searches were waiting before this one")
+            ),
         )
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        """Run a SPARQL query, and return the result of `read(rows)`. Raises RetrievalError."""
         cached_text = self._cache.read(query) if self._cache is not None else None
         if cached_text is not None:
-            # A damaged answer is asked for again.
+            # If the stored answer is damaged, ask the endpoint again.
             with contextlib.suppress(*NO_ANSWER):
                 result = read(_rows(cached_text, query))
                 self.count(cached=1)
@@ -100,29 +108,29 @@ class SparqlEndpoint(KnowledgeGraph):
             return read(rows)
         except NO_ANSWER as error:
             raise RetrieverUnavailableError(
-                f"{self.version} answered something else than was asked ({type(error).__name__}: "
+                f"the answer of {self.version} does not fit the query ({type(error).__name__}: "
                 f"{error}): {ADVICE}"
             ) from error
 
     async def check(self) -> None:
-        """Check by one small query, past the cache, that the graph can be read here.
+        """Send one small query, without the cache, to check that the endpoint works.
 
-        Raises RetrievalError.
+        Raises RetrievalError, also if its data are not in Wikidata's vocabulary.
         """
         policy = dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)
         rows = await self._fetch(sparql.CLAIMS_QUERY, policy)
         if not rows:
             raise RetrieverRefusedError(
-                f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in "
-                "Wikidata's vocabulary"
+                f"{self.version} answers, but its graph has no wikibase:directClaim: give an "
+                "endpoint with a graph in Wikidata's vocabulary"
             )
 
     async def _answer(self, queries: list[str], _: int) -> list[list[sparql.Row]]:
-        """Return the rows of each query of a batch, which has one."""
+        """Return the rows of each query of a batch. A batch has one query."""
         return [await self._fetch(query, self._policy) for query in queries]
 
     async def _fetch(self, query: str, policy: RetryPolicy) -> list[sparql.Row]:
-        """Return the rows of a query from the endpoint, and write its answer into the cache."""
+        """Send a query to the endpoint, store the answer in the cache, and return its rows."""
 
         async def attempt() -> list[sparql.Row]:
             start_time = time.monotonic()
@@ -133,7 +141,7 @@ class SparqlEndpoint(KnowledgeGraph):
                 rows = _rows(text, query)
             except NO_ANSWER as error:
                 shown = self._client.shown(f"{type(error).__name__}: {error}")
-                raise TransientError(f"an answer that is no SPARQL result ({shown})") from error
+                raise TransientError(f"an answer that is not a SPARQL result ({shown})") from error
             if self._cache is not None:
                 self._cache.write([(query, 0, text)])
             return rows
@@ -149,13 +157,13 @@ class SparqlEndpoint(KnowledgeGraph):
             )
 
     async def _wait_for_turn(self) -> None:
-        """Wait until the next request may go."""
+        """Wait until the next request may be sent."""
         while (wait_seconds := self._next_request_time - time.monotonic()) > 0:
             await asyncio.sleep(wait_seconds)
         self._next_request_time = time.monotonic() + self._seconds_between_requests
 
     def _pause(self, error: TransientError) -> None:
-        """Let all requests wait as long as the endpoint asks for."""
+        """Delay all requests for as long as the endpoint asks."""
         self.count(retries=1)
         pause_end = time.monotonic() + error.after_seconds
         self._next_request_time = max(self._next_request_time, pause_end)
@@ -164,9 +172,9 @@ class SparqlEndpoint(KnowledgeGraph):
 def open_endpoint(
     address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND
 ) -> SparqlEndpoint:
-    """Return an endpoint that answers, with a cache of all its answers on this machine.
+    """Connect to an endpoint, check it, and return it. Its answers are cached on this machine.
 
-    It is called at the start of a run, before there is an event loop. Raises UserError.
+    Call this at the start of a run, before there is an event loop. Raises UserError.
     """
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
     cache = SearchCache(cache_folder("searches"), f"sparql-{name}")
@@ -181,7 +189,8 @@ def open_endpoint(
 def _rows(text: str, query: str) -> list[sparql.Row]:
     """Return the rows of an answer.
 
-    Raises one of NO_ANSWER where the text is no table of results, or of others than the query's.
+    Raises one of NO_ANSWER if the text is not a table of results, or has other columns than the
+    query.
     """
     answer = json.loads(text)
     columns = set(answer["head"]["vars"])
@@ -192,5 +201,5 @@ def _rows(text: str, query: str) -> list[sparql.Row]:
 
 
 def _row(binding: Any, columns: set[str]) -> sparql.Row:
-    """Return the terms of a row by column; None where it has none."""
+    """Return the terms of a row by column. A missing term is None."""
     return {name: sparql.term_of(binding.get(name)) for name in columns}

@@ -1,12 +1,12 @@
-"""A knowledge graph on disk, loaded in chunks.
+"""Build and open a knowledge graph on disk.
 
-    INDEX/graph/          the store of pyoxigraph
-    INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is
-                          on the disk
+    INDEX/graph/          The store of pyoxigraph.
+    INDEX/loaded.json     The position in the files, and the counts so far. It is written after each
+                          chunk.
 
-A load that was killed continues after the last chunk that is safely on disk. The chunk that was
-being written is read again: a store is a set, so a triple that comes twice is stored once.
-plan.json, manifest.json and the rules of opening are those of every index (`manifest.py`).
+Files are loaded in chunks. A killed build continues after the last chunk that is safely on disk. It
+reads the unfinished chunk again. This does no harm, because the store is a set of triples. Like
+every index, a graph also has plan.json and manifest.json (`manifest.py`).
 """
 
 import dataclasses
@@ -34,27 +34,36 @@ from mujica_jax.retrieval.manifest import (
 
 STORE = "graph"
 PROGRESS = "loaded.json"
-# What a killed load was writing: tables that the store takes in get numbers.
+# Files that a killed load has not finished. The store renames finished ones to numbers.
 UNFINISHED = "bulk-*.sst"
-OLD_LOGS = "LOG.old.*"  # of each start, for people
-CHUNK_BYTES = 2**26  # of chosen lines; some 500,000 triples
-CHUNK_READ_BYTES = 2**30  # of all lines, chosen or not
+# Logs that the store writes at each start, for people to read.
+OLD_LOGS = "LOG.old.*"
+# A chunk ends when its chosen lines reach CHUNK_BYTES, which is about 500,000 triples. It also ends
+# when all lines that were read for it, chosen or not, reach CHUNK_READ_BYTES.
+CHUNK_BYTES = 2**26
+CHUNK_READ_BYTES = 2**30
 
 
 @dataclasses.dataclass
 class Loaded(Counts):
-    """The progress of a load. Tables are read twice, for names and for statements."""
+    """The progress of a build. Tables are read twice: for names, and for statements."""
 
     stage: Literal["names", "statements", "done"] = "names"
+    # Number of the current file, from 0.
     file: int = 0
-    bytes: int = 0  # of this file, decompressed
+    # Bytes (decompressed) and lines of the current file that are loaded.
+    bytes: int = 0
     lines: int = 0
 
 
 def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
-    """Return the manifest, and whether the index was there already."""
+    """Build a graph. Return its manifest, and whether it was finished already.
+
+    `folder` is the directory of the index. `reporter` shows the progress. Raises UserError.
+    """
     for path in spec.files:
-        is_table(path)  # raises UserError for other files
+        # Raises UserError for a file that is neither a table nor N-Triples.
+        is_table(path)
     plan = spec.plan()
     with building(folder, plan) as is_finished:
         if is_finished:
@@ -65,10 +74,10 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
 def _build(
     folder: Path, spec: GraphSpec, plan: dict[str, Any], reporter: Reporter
 ) -> dict[str, Any]:
-    """Load what an earlier start left, and return the manifest."""
+    """Load everything that earlier starts have not loaded, and return the manifest."""
     start_time = time.monotonic()
 
-    # Continue behind the last chunk that is safely there.
+    # Continue after the last chunk that is safely on disk.
     loaded = Loaded()
     if (folder / PROGRESS).exists():
         loaded = Loaded(**read_json(folder / PROGRESS))
@@ -97,7 +106,7 @@ def _build(
         store.flush()
         stage.update(loaded.triples + loaded.names)
 
-    # Close the store. Opening it again drops the logs of what is in its tables by now.
+    # Close the store. Opening it again removes the write-ahead logs, whose content is in the tables.
     del store
     Store(folder / STORE).flush()
     _remove(folder, OLD_LOGS)
@@ -108,7 +117,8 @@ def _build(
         "names": loaded.names,
         "skipped": loaded.skipped,
         "first_skipped": loaded.first_skipped,
-        "seconds": round(time.monotonic() - start_time, 1),  # of the last start
+        # Duration of the last start of the build.
+        "seconds": round(time.monotonic() - start_time, 1),
     }
     return commit(folder, description)
 
@@ -116,10 +126,10 @@ def _build(
 def load(
     store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None
 ) -> Iterator[Loaded]:
-    """Load the files into the store, starting from where `loaded` is.
+    """Load the files into the store, beginning at the position in `loaded`.
 
-    `loaded` is changed and yielded after each chunk. It counts once the store was flushed. With
-    `max_bytes` only the beginning of each file is loaded.
+    After each chunk, `loaded` is updated and yielded. The caller has to flush the store before it
+    saves `loaded`. With `max_bytes`, only the beginning of each file is loaded.
     """
     is_table_file = [is_table(path) for path in spec.files]
     while loaded.stage != "done":
@@ -140,13 +150,16 @@ def load(
 
 
 def open_graph(folder: str | Path) -> GraphStore:
-    """Open a graph, to be read only, after every file of it was compared with its checksum."""
+    """Check all files of a graph against their checksums, and open it for reading.
+
+    Raises UserError.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest["kind"] != KIND:
         raise UserError(
-            f"the index {folder} is of kind {manifest['kind']} and no graph: give one of kind "
-            f"{KIND}"
+            f"the index {folder} is of kind {manifest['kind']}, but a graph is needed: give an "
+            f"index of kind {KIND}"
         )
     try:
         store = Store.read_only(str(folder / STORE))
@@ -160,7 +173,7 @@ def open_graph(folder: str | Path) -> GraphStore:
 def _load_table(
     store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None
 ) -> Iterator[Loaded]:
-    """Load the names or the statements of a table, as the stage says."""
+    """Load the names or the statements of a table, depending on the stage."""
     table = Table(store, path, spec.skip, loaded)
     for piece in pieces(path, loaded.bytes, first_line=loaded.lines + 1, max_bytes=max_bytes):
         quads = table.names(piece) if loaded.stage == "names" else table.statements(piece)
@@ -171,10 +184,12 @@ def _load_table(
 def _load_lines(
     store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None
 ) -> Iterator[Loaded]:
-    """Load the chosen lines of a file of N-Triples, chunk by chunk."""
+    """Load the chosen lines of a file of N-Triples in chunks."""
     lines = Lines(path, spec, loaded)
-    claims: set[bytes] = set()  # predicates of statements
-    stated_claims: set[bytes] = set()  # that are in the store already
+    # Predicates of statements so far.
+    claims: set[bytes] = set()
+    # Predicates that are connected with their properties in the store already.
+    stated_claims: set[bytes] = set()
 
     def put(chunk: list[Line]) -> None:
         lines.load(store, chunk)
@@ -203,7 +218,7 @@ def _load_lines(
 
 
 def _remove(folder: Path, names: str) -> None:
-    """Remove the files of the store whose names match a pattern."""
+    """Remove the files in the store's folder whose names match a pattern."""
     for path in (folder / STORE).glob(names):
         path.unlink()
 

@@ -1,10 +1,11 @@
-"""A knowledge graph that answers SPARQL queries.
+"""The interface of a knowledge graph that answers SPARQL queries, and the graph in a local store.
 
-It finds entities by Q-id, label and alias, and the triples of an entity in both directions.
-`GraphStore` answers from our own store and `endpoint.py` from another host. Both use the same
-queries and read answers in the same way (`sparql.py`). A bounded number of triples is read in each
-direction, because countries and professions have millions. The source chooses which ones these are;
-their order is fixed.
+A knowledge graph finds entities by Q-id, label and alias, and the triples of an entity in both
+directions. `GraphStore` searches a local store, and `endpoint.py` asks another host. Both use the
+queries of `sparql.py` and read results in the same way.
+
+At most MAX_TRIPLES triples are read in each direction, because countries and professions have
+millions of them. The store or the endpoint chooses which ones. They are returned in a fixed order.
 """
 
 import abc
@@ -21,7 +22,8 @@ from mujica_jax.retrieval.graph.triples import End, Triple
 from mujica_jax.retrieval.graph.values import readable_iri
 from mujica_jax.retrieval.statistics import Counted
 
-MAX_TRIPLES = 500  # of an entity, in each direction
+# The largest number of triples of an entity that are read in each direction.
+MAX_TRIPLES = 500
 
 Read = TypeVar("Read")
 
@@ -29,38 +31,39 @@ Read = TypeVar("Read")
 class KnowledgeGraph(Counted, abc.ABC):
     """A source of triples.
 
-    An entity's key is its Q-id or IRI, or a name if it has neither.
+    The key of an entity is its Q-id, its IRI, or a name.
     """
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
+        """Set the version of the graph's content, and the languages of labels by preference."""
         super().__init__()
         self.version = version
         self.languages = languages
 
     def prefer_language(self, language: str) -> None:
-        """Write labels in `language` where the graph has them.
+        """Prefer labels in `language`.
 
-        Otherwise they are in the other languages, in the order of `sparql.languages_for`.
+        If a label does not exist in it, others are used in the order of `sparql.languages_for`.
         """
         self.languages = sparql.languages_for(language, self.languages)
 
     @abc.abstractmethod
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        """Run a SPARQL query, and return the result of `read(rows)`. Raises RetrievalError."""
 
     async def triples_of(self, key: str, limit: int | None = None) -> tuple[Triple, ...]:
-        """Return at most `limit` triples of an entity, no two alike, in a fixed order.
+        """Return at most `limit` triples of an entity, without duplicates and in a fixed order.
 
-        Those with the entity as subject come first. An unknown entity has none. Raises
+        Triples with the entity as subject come first. An unknown entity has no triples. Raises
         RetrievalError.
         """
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
     async def ends_of(self, key: str, limit: int | None = None) -> list[End]:
-        """Return the triples of `triples_of` with whether the entity is the triple's object.
+        """Return the triples of `triples_of`, each with the direction and the keys of its ends.
 
-        The id of an entity that was merged into another one stands for that one. Raises
-        RetrievalError.
+        For the id of an entity that was merged into another one, return the triples of the other
+        one. Raises RetrievalError.
         """
         with self.counted_search():
             entity = sparql.entity_iri(key)
@@ -78,11 +81,11 @@ class KnowledgeGraph(Counted, abc.ABC):
             return ends[:limit]
 
     async def label_of(self, key: str) -> str | None:
-        """Return the label of an entity, as triples of other entities show it.
+        """Return the label of an entity, as it is written in the triples of other entities.
 
-        `key` is a Q-id or an IRI. None if the entity has no label in the graph's languages. The id
-        of an entity that was merged into another one has the label of that one. Raises
-        RetrievalError.
+        `key` is a Q-id or an IRI. Return None if the entity has no label in the graph's languages.
+        For the id of an entity that was merged into another one, return the label of the other one.
+        Raises RetrievalError.
         """
         entity = sparql.entity_iri(key)
         if entity is None:
@@ -114,9 +117,9 @@ class KnowledgeGraph(Counted, abc.ABC):
     async def find(self, name: str) -> list[str]:
         """Return the keys of the entities with this Q-id, IRI or name, the likeliest first.
 
-        A name is a label, or an alias if no label matches. In files that name entities without
-        Q-ids, case, spacing and a closing parenthesis do not matter if nothing else matches. Raises
-        RetrievalError.
+        A name is compared with labels, and if none matches with aliases. In graphs loaded from
+        tables, a name that matches nothing is also compared without case, spacing and a closing
+        parenthesis. Raises RetrievalError.
         """
         entity = sparql.entity_iri(name)
         if entity is None:
@@ -125,11 +128,11 @@ class KnowledgeGraph(Counted, abc.ABC):
         return [name] if is_known else []
 
     async def _namesakes(self, name: str) -> list[str]:
-        """Return the keys of the entities of this name, the likeliest first."""
+        """Return the keys of the entities with this name, the likeliest first."""
         try:
             query = sparql.find_query(name, self.languages)
         except ValueError:
-            # Half a character: nothing is called so.
+            # The name holds half a character (a lone surrogate), so no entity has it.
             return []
         return await self.ask(query, sparql.read_namesakes)
 
@@ -139,9 +142,9 @@ def _has_rows(rows: Iterable[sparql.Row]) -> bool:
 
 
 class GraphStore(KnowledgeGraph):
-    """A graph in pyoxigraph's store, on disk or in memory.
+    """A graph in a store of pyoxigraph, on disk or in memory.
 
-    A query takes a thread, so that a slow disk holds up no other episode.
+    Each query runs in a thread, so that a slow disk does not block other episodes.
     """
 
     def __init__(
@@ -157,11 +160,11 @@ class GraphStore(KnowledgeGraph):
         self._deadline_seconds = deadline_seconds
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        """Run a SPARQL query, and return the result of `read(rows)`. Raises RetrievalError."""
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(None, self._answer, query, read)
-        # Not `asyncio.timeout`: where something else held up the event loop, an answer that came
-        # meanwhile is not late.
+        # `asyncio.timeout` would also reject an answer that came in time while something else
+        # blocked the event loop. `asyncio.wait` accepts it.
         done, _ = await asyncio.wait({running}, timeout=self._deadline_seconds)
         if not done:
             running.cancel()
@@ -181,6 +184,6 @@ class GraphStore(KnowledgeGraph):
             rows = None
         finally:
             self.count(batches=1, search_seconds=time.monotonic() - start_time)
-        # Raised here, without the error's frames: rows that these hold must not be freed by another
-        # thread.
+        # Raise outside of `except`, so that the exception holds no frames of the error. They hold
+        # rows, which must not be freed by another thread.
         raise RetrieverUnavailableError(f"the graph failed ({reason})")

@@ -1,22 +1,22 @@
-"""The SPARQL queries that a knowledge graph is asked, and how their rows are read.
+"""SPARQL queries to a knowledge graph, and functions that read their results.
 
-The texts are the same for our own store and for any endpoint.
+The queries are the same for our own store and for any endpoint. The data must be in Wikidata's
+vocabulary: `wikibase:directClaim` connects a property with the predicate of its statements, and
+entities and properties have `rdfs:label` and `skos:altLabel`. Our store converts other files into
+this vocabulary (`tables.py`, `dumps.py`).
 
-The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states
-it, entities and properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of
-other shapes say in these terms too (`files.py`).
+Triples are written for a model as follows:
 
-What a triple reads as:
-
-- a label is the one in the first of `languages` that has any, then one without a language;
-- an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI
-  reads as its last part;
-- dates, numbers, coordinates and other values are printed as `values.py` says;
-- texts in other languages, unknown values, and properties whose values are for machines
+- An entity or property is written as its label in the first of `languages` that has one, or else as
+  its label without a language.
+- A Wikidata entity without such a label makes no triple, because its Q-id means nothing to a model.
+  Another IRI without a label is written as its last part.
+- Dates, numbers, coordinates and other values are written as described in `values.py`.
+- Texts in other languages, unknown values, and properties whose values are meant for machines
   (MACHINE_TYPES) are left out.
 
-Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked
-and written, never as text.
+Names and keys come from users and models. They are put into queries as terms that pyoxigraph has
+checked and serialised, never as raw text.
 """
 
 import re
@@ -32,22 +32,27 @@ from mujica_jax.retrieval.graph.values import ENTITY, one_line, readable, readab
 DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
-# A name as `normalise_label` writes it; of files that we named ourselves.
+# Predicate of a name in the form of `normalise_label`. Only tables (`tables.py`) have it.
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
-# Leads from the id of an entity that was merged into another one.
+# Predicate from the old id of a merged entity to the entity that it was merged into.
 REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
-NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
+# Beginning of the IRI of an entity in a table that has a label but no Q-id.
+NAMED = "urn:mujica:named:"
+# Beginning of the IRI of a relation in a table.
 RELATION = "urn:mujica:relation:"
+# Types of properties whose values are meant for machines.
 MACHINE_TYPES = (
     "ExternalId", "Url", "CommonsMedia", "GeoShape", "TabularData", "Math", "MusicalNotation",
     "WikibaseSense", "WikibaseLexeme", "WikibaseForm", "EntitySchema",
 )  # fmt: skip
-LANGUAGES = ("en", "mul")  # mul: Wikidata's for names that are the same in every language
-# Under which Wikidata writes labels of a language too.
+# Default languages of labels. Wikidata uses "mul" for names that are the same in every language.
+LANGUAGES = ("en", "mul")
+# Other language tags under which Wikidata has labels of a language.
 LANGUAGE_VARIANTS = {"zh": ("zh-hans", "zh-cn", "zh-hant", "zh-tw", "zh-hk")}
-MAX_NAMESAKES = 1000  # entities of one name that are looked at
+# The largest number of entities of one name that a query returns.
+MAX_NAMESAKES = 1000
 PREFIXES = f"""PREFIX wikibase: <http://wikiba.se/ontology#>
 PREFIX rdfs: <{LABEL.removesuffix("label")}>
 PREFIX skos: <{ALIAS.removesuffix("altLabel")}>
@@ -60,11 +65,12 @@ _identifier = re.compile(r"[QP]\d+", re.ASCII)
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
 _wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 
-Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
+# A row of results (pyoxigraph.QuerySolution). It maps the name of a variable to a term or None.
+Row = Any
 
 
 def entity_iri(key: str) -> NamedNode | None:
-    """Return the entity of a Q-id or a full IRI; None for what is neither, and so a name."""
+    """Return the entity with this Q-id or full IRI. Return None if the key is a name instead."""
     if _identifier.fullmatch(key):
         return NamedNode(f"{ENTITY}{key}")
     if not key.startswith(("http://", "https://", "urn:")):
@@ -72,30 +78,30 @@ def entity_iri(key: str) -> NamedNode | None:
     try:
         return NamedNode(key)
     except ValueError:
-        # It is no IRI, whatever it looks like.
+        # It looks like an IRI, but it is not a valid one.
         return None
 
 
 def key_of(iri: str) -> str:
-    """Return the key that `entity_iri` turns back: a Q-id, or the whole IRI."""
+    """Return the key of an IRI, the inverse of `entity_iri`: a Q-id, or the whole IRI."""
     match = _wikidata.fullmatch(iri)
     return match[1] if match else iri
 
 
 def check_languages(languages: Sequence[str]) -> None:
-    """Check that these are language tags, and at least one. Raises UserError."""
+    """Raise UserError unless there is at least one language, and all are language tags."""
     for language in languages:
         if not _language.fullmatch(language):
-            raise UserError(f"{language!r} is no language tag: write it as en, de or pt-br")
+            raise UserError(f"{language!r} is not a language tag: give one such as en, de or pt-br")
     if not languages:
-        raise UserError("no language is given: give at least one, as in en")
+        raise UserError("no language is given: give at least one, such as en")
 
 
 def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
-    """Return the order in which labels are looked for when a question is in `language`.
+    """Return the languages of labels in the order of preference, for questions in `language`.
 
-    That language comes first, then names that are the same in every language, then English, then
-    what else the graph has (`available`).
+    First comes `language` itself, then "mul" (names that are the same in every language), then
+    English, then all other languages of the graph (`available`).
     """
     variants = LANGUAGE_VARIANTS.get(language, ())
     first = LANGUAGES if language == "en" else (language, *variants, "mul", "en")
@@ -103,9 +109,9 @@ def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
 
 
 def triples_query(entity: NamedNode, languages: Sequence[str], limit: int) -> str:
-    """Return the query for at most `limit` triples in each direction with their labels.
+    """Return the query for at most `limit` triples of an entity in each direction, with labels.
 
-    It also asks for the entity's own label, and for the entity that it was merged into.
+    It also asks for the label of the entity itself, and for the entity that it was merged into.
     """
     spoken = _spoken(languages)
     outgoing = _direction(f"{entity} ?claim ?other .", languages, limit=limit, inverse=0)
@@ -122,7 +128,7 @@ def triples_query(entity: NamedNode, languages: Sequence[str], limit: int) -> st
 
 
 def _direction(pattern: str, languages: Sequence[str], *, limit: int, inverse: int) -> str:
-    """Return the part of the query for triples that match a pattern, in one direction."""
+    """Return the part of the query for the triples of one direction, which match `pattern`."""
     machine_types = ", ".join(f"wikibase:{name}" for name in MACHINE_TYPES)
     return f"""{{ {{ SELECT ?property ?other WHERE {{
       {pattern}
@@ -145,8 +151,8 @@ def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
 def find_query(name: str, languages: Sequence[str]) -> str:
     """Return the query for the entities called `name`.
 
-    Their rank is 0 by label, 1 by alias, 2 by the label in lower case, and 3 by that without its
-    closing parenthesis.
+    Each result has a rank that says what matched: a label (0), an alias (1), a normalised name (2,
+    see `normalise_label`), or a normalised name without its closing parenthesis (3).
     """
     names = [Literal(name, language=language) for language in languages]
     names.append(Literal(name))
@@ -177,9 +183,9 @@ def exists_query(entity: NamedNode) -> str:
 
 
 def term_of(value: Mapping[str, Any] | None) -> Any:
-    """Return a term of a SPARQL result in JSON as pyoxigraph has it.
+    """Convert a term of a SPARQL result in JSON into a term of pyoxigraph.
 
-    The result is None for what is not there, and for a quoted triple: no text can be made of it.
+    Return None for a missing value, and for a quoted triple, which cannot be written as text.
     """
     if value is None or value["type"] == "triple":
         return None
@@ -193,7 +199,7 @@ def term_of(value: Mapping[str, Any] | None) -> Any:
 
 
 def columns(query: str) -> set[str]:
-    """Return the variables that one of our queries asks for."""
+    """Return the names of the variables in the SELECT clause of one of our queries."""
     selection = query[query.index("SELECT") : query.index("WHERE")]
     return set(re.findall(r"\?(\w+)", selection))
 
@@ -206,15 +212,15 @@ def read_redirect(rows: Iterable[Row]) -> str | None:
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
-    """Return the keys of the entities that are called best, the lowest Q-id first.
+    """Return the keys of the entities with the best rank, the lowest Q-id first.
 
-    The entities that were made first are the better known ones.
+    Entities with low Q-ids were created first, and are usually better known.
     """
     ranks: dict[str, int] = {}
     for row in rows:
         iri = row["entity"].value
         rank = int(row["rank"].value)
-        # Properties have names too, and are no entities.
+        # Properties have names too, but are not entities.
         is_property = _wikidata.fullmatch(iri) and not key_of(iri).startswith("Q")
         if not is_property:
             ranks[iri] = min(rank, ranks.get(iri, rank))
@@ -224,18 +230,19 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
 
 
 def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:
-    """Return the entity's label in the first of `languages` that has one.
+    """Return the entity's label in the first of `languages` that has one, or None.
 
-    It is written as `read_ends` writes it. None if there is no label.
+    It is written as in the triples of `read_ends`.
     """
     labels = {_ranked_label(row["own"], languages) for row in rows if row["own"] is not None}
     return min(labels)[1] if labels else None
 
 
 def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) -> list[End]:
-    """Return the triples of an entity in a fixed order, no two alike.
+    """Return the triples of an entity, without duplicates and in a fixed order.
 
-    Those with the entity as subject come first, then the order is by property and by label.
+    Triples with the entity as subject come first. Within each direction, triples are sorted by
+    property and then by label.
     """
     rows = list(rows)
     statements = _statements(rows)
@@ -248,7 +255,7 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
         if sortable_end is not None:
             sortable_ends.append(sortable_end)
 
-    # If several triples read alike, keep the first.
+    # If several triples have the same text, keep the first.
     sortable_ends.sort(key=lambda pair: pair[0])
     ends: dict[str, End] = {}
     for _, end in sortable_ends:
@@ -257,11 +264,12 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
 
 
 def _statements(rows: Iterable[Row]) -> list[tuple[bool, str, Any]]:
-    """Return the statements of the rows as (inverse, property, other end), no two alike.
+    """Return the statements in the rows as (inverse, property, other end), without duplicates.
 
-    An end without a value, such as a quoted triple, makes no statement.
+    A row whose other end has no value, such as a quoted triple, gives no statement.
     """
-    statements: dict[tuple[bool, str, Any], None] = {}  # as an ordered set
+    # A dictionary serves as an ordered set.
+    statements: dict[tuple[bool, str, Any], None] = {}
     for row in rows:
         if row["property"] is not None and hasattr(row["other"], "value"):
             inverse = row["inverse"].value in ("1", "true")
@@ -292,7 +300,10 @@ def _best_labels(
 def _sortable_end(
     inverse: bool, relation: str, other: Any, *, entity: str, labels: dict[str, str]
 ) -> tuple[Any, End] | None:
-    """Return a statement's triple with what it is sorted by; None where it cannot be read."""
+    """Return the sort key and the triple of a statement.
+
+    Return None if the other end has no text, such as an entity without a label.
+    """
     is_literal = _is_literal(other)
     if is_literal:
         other_text = readable(other)
@@ -303,7 +314,7 @@ def _sortable_end(
     entity_text = labels.get(entity) or readable_iri(entity) or key_of(entity)
     relation_text = labels.get(relation) or readable_iri(relation) or key_of(relation)
 
-    # The entity is the subject, or in an inverse statement the object.
+    # The entity is the subject. In an inverse statement it is the object.
     entity_end = (entity_text, _id(entity))
     other_end = (other_text, "" if is_literal else _id(other.value))
     subject, subject_id = other_end if inverse else entity_end
@@ -321,26 +332,26 @@ def _sortable_end(
 
 
 def _spoken(languages: Sequence[str]) -> str:
-    """Return what LANG() may be: one of the languages, or none."""
+    """Return the accepted values of LANG() in a query: the languages, and "" for none."""
     return ", ".join(f'"{language}"' for language in (*languages, ""))
 
 
 def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
-    """Return a label with the place of its language, by which labels are sorted.
+    """Return the rank of a label's language, and the label, for sorting.
 
-    A label without a known language comes last.
+    A label without one of the languages ranks last.
     """
     place = languages.index(label.language) if label.language in languages else len(languages)
     return place, one_line(label.value)
 
 
 def _id(iri: str) -> str:
-    """Return an entity's id as `Triple` has it: empty where it has a label alone."""
+    """Return the id of an entity for a `Triple`. It is empty if the entity only has a label."""
     return "" if iri.startswith(NAMED) else key_of(iri)
 
 
 def _natural_order(key: str) -> tuple[Any, ...]:
-    """Return what keys are sorted by: Q9 comes before Q10."""
+    """Return the sort key of an entity's key, so that Q9 comes before Q10."""
     if _identifier.fullmatch(key):
         return 0, int(key[1:]), ""
     return 1, 0, key

@@ -1,10 +1,14 @@
-"""Tab-separated triples with the columns COLUMNS, read for a graph on disk.
+"""Load tables of triples, which are tab-separated files with the columns COLUMNS.
 
-Entities with Q-ids are Wikidata's. The first label that is met is an entity's label, and the others
-are its aliases. An end without a Q-id is the entity with a Q-id that has this name in these files,
-if it is the only one; case, spacing and a closing parenthesis do not matter. Otherwise it is an
-entity of its own. An object without a Q-id that spells a value as RDF does (`1961-11-14T00:00:00Z`,
-`+157`, `Point(114.1 22.5)`) is that value, and is printed as every graph prints it (`values.py`).
+Entities with a Q-id are those of Wikidata. The first label of an entity in the files is its label,
+and its other labels are aliases.
+
+A subject or object without a Q-id is matched by name. If exactly one entity with a Q-id has this
+name in the files, it is that entity. Case, spacing and a closing parenthesis do not matter.
+Otherwise it becomes an entity of its own.
+
+An object without a Q-id may be a value in the notation of RDF (`1961-11-14T00:00:00Z`, `+157`,
+`Point(114.1 22.5)`). It is then written as described in `values.py`.
 """
 
 import urllib.parse
@@ -28,9 +32,10 @@ from mujica_jax.retrieval.graph.values import readable, value_in_text
 
 
 class Table:
-    """The quads of a table of tab-separated rows, for one graph.
+    """Makes the quads of a table for the store of a graph.
 
-    The names of all rows are stored before the first statement.
+    The names of all rows of all files must be stored before the first statement, because statements
+    look entities up by name.
     """
 
     def __init__(self, store: Store, path: str, skip: bool, counts: Counts) -> None:
@@ -40,11 +45,12 @@ class Table:
         self._counts = counts
 
     def names(self, piece: Piece) -> list[Quad]:
-        """Return the names of the entities that have Q-ids: first their labels, then aliases."""
+        """Return the quads of the labels and aliases of all entities that have Q-ids."""
         label = NamedNode(sparql.LABEL)
         alias = NamedNode(sparql.ALIAS)
         quads = []
-        labels: dict[str, str] = {}  # by key: the first name that is met, here or in the store
+        # The label of each entity by key: its first name in the files, here or in the store.
+        labels: dict[str, str] = {}
         for row in _rows(self._path, piece, Counts(), skip=self._skip):
             for text, key in self._ends(row):
                 iri = sparql.entity_iri(key)
@@ -58,12 +64,12 @@ class Table:
         return quads
 
     def statements(self, piece: Piece) -> list[Quad]:
-        """Return the statements of the rows, with the names of entities that have no Q-id."""
+        """Return the quads of the statements, and of the names of entities without a Q-id."""
         label = NamedNode(sparql.LABEL)
         claim = NamedNode(sparql.DIRECT_CLAIM)
         quads = []
         for row in _rows(self._path, piece, self._counts, skip=self._skip):
-            # Find the entities; one without a Q-id gets an address of its own.
+            # Find the entities. An unknown entity without a Q-id gets an IRI of its own.
             iris = []
             for text, key in self._ends(row):
                 iri = sparql.entity_iri(key) or self._entity_called(text)
@@ -73,7 +79,7 @@ class Table:
                     quads += _searched_labels(iri, text)
                 iris.append(iri)
 
-            # State the triple, and what its relation is called.
+            # Add the triple, and the name of its relation.
             relation = NamedNode(sparql.RELATION + _quoted(row.relation))
             has_entity_object = len(iris) == 2
             quads.append(
@@ -84,16 +90,17 @@ class Table:
         return quads
 
     def _ends(self, row: Triple) -> list[tuple[str, str]]:
-        """Return text and key of a row's entities."""
+        """Return the (text, key) of the subject, and of the object if it is an entity."""
         ends = [(row.subject, row.subject_id)]
         if not row.object_is_literal:
             ends.append((row.object, row.object_id))
         return ends
 
     def _entity_called(self, text: str) -> Any:
-        """Return the entity with a Q-id that alone is called so, or None.
+        """Return the entity with a Q-id that has this name, or None if there is not exactly one.
 
-        Names are compared up to case and spacing, or else up to a closing parenthesis.
+        Names are compared without case and spacing. If none matches, they are also compared without
+        a closing parenthesis.
         """
         searched_label = NamedNode(sparql.SEARCHED_LABEL)
         full_name = normalise_label(text)
@@ -111,19 +118,19 @@ class Table:
         return None
 
     def _is_called(self, iri: Any, name: str) -> bool:
-        """Return whether a label or an alias is this name, up to case and spacing."""
+        """Return whether a label or an alias is this name, without case and spacing."""
         texts = (*self._texts(iri, sparql.LABEL), *self._texts(iri, sparql.ALIAS))
         return any(normalise_label(text) == name for text in texts)
 
     def _texts(self, iri: Any, predicate: str) -> Iterator[str]:
-        """Yield the texts of one predicate of an entity."""
+        """Yield the texts of an entity under one predicate."""
         for quad in self._store.quads_for_pattern(iri, NamedNode(predicate), None):
             if isinstance(quad.object, Literal):
                 yield quad.object.value
 
 
 def read_triples(path: str | Path) -> list[Triple]:
-    """Return all rows of a table, in order. Raise UserError for the first that cannot be read."""
+    """Return all triples of a table, in order. Raises UserError for the first wrong line."""
     rows: list[Triple] = []
     for piece in pieces(str(path)):
         rows.extend(_rows(str(path), piece, Counts(), skip=False))
@@ -133,7 +140,7 @@ def read_triples(path: str | Path) -> list[Triple]:
 def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Triple]:
     """Yield the triple of each line.
 
-    A line that cannot be read is counted with `skip`; otherwise it raises UserError.
+    With `skip`, a line that cannot be read is counted. Without, it raises UserError.
     """
     for number, line in piece.numbered:
         if number == 1:
@@ -151,7 +158,7 @@ def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Tr
 
 
 def _check_header(path: str, line: bytes) -> None:
-    """Check that the first line names the columns. Raises UserError."""
+    """Raise UserError unless the first line names the columns."""
     cells = tuple(cell.strip() for cell in line.decode(errors="replace").split("\t"))
     if cells != COLUMNS:
         columns = ", ".join(COLUMNS)
@@ -162,7 +169,7 @@ def _check_header(path: str, line: bytes) -> None:
 
 
 def _row(place: str, line: bytes) -> Triple:
-    """Return the triple of a line. Raises UserError where it is none."""
+    """Return the triple of a line. Raises UserError with the place if it is not one."""
     try:
         cells = [cell.strip() for cell in line.decode().split("\t")]
     except UnicodeDecodeError as error:
@@ -171,7 +178,8 @@ def _row(place: str, line: bytes) -> Triple:
         ) from error
     if len(cells) != len(COLUMNS):
         raise UserError(
-            f"{place}: {len(cells)} columns where {len(COLUMNS)} belong: {', '.join(COLUMNS)}"
+            f"{place}: the line has {len(cells)} columns instead of {len(COLUMNS)}: give "
+            f"{', '.join(COLUMNS)}"
         )
     if not all(cells[:3]):
         raise UserError(f"{place}: subject, relation and object must not be empty; got {cells[:3]}")
@@ -189,9 +197,9 @@ def _row(place: str, line: bytes) -> Triple:
 
 
 def _searched_labels(iri: Any, text: str) -> list[Quad]:
-    """Return the quads by which a name is found without its exact spelling.
+    """Return the quads for a search by name without its exact spelling.
 
-    Case, spacing and a closing parenthesis do not matter then.
+    They hold the normalised name, and the normalised name without a closing parenthesis.
     """
     full_name = normalise_label(text)
     names = {full_name, without_parenthesis(full_name)} - {""}
@@ -199,5 +207,5 @@ def _searched_labels(iri: Any, text: str) -> list[Quad]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a part of an address."""
+    """Return a text in the form of a part of an IRI."""
     return urllib.parse.quote(text, safe="")

@@ -1,14 +1,14 @@
-"""A knowledge graph in memory: triples found by the entity they name, in either direction.
+"""A knowledge graph in memory, which finds the triples of an entity in both directions.
 
-An entity's key is its Q-id where the file gives one, else its label. The same entity can stand in
-one row with its Q-id and in the next without, "Norman Foster" in one and "Norman Foster (director)"
-in the other; so
+The key of an entity is its Q-id if the file has one, and its label otherwise. A file can have the
+same entity in one row with its Q-id and in another row without it. It can also have two labels for
+it, such as "Norman Foster" and "Norman Foster (director)". Therefore
 
-- a Q-id finds the rows that carry it, and rows without Q-ids that name one of its labels;
-- a label finds every row that names it.
+- a Q-id finds the rows with this Q-id, and the rows without a Q-id that have one of its labels;
+- a label finds every row that has it.
 
-Two labels name the same where they are equal up to case and spacing, or one is the other without
-its closing parenthesis.
+Two labels match if they are equal without case and spacing, or if one is the other without its
+closing parenthesis.
 """
 
 import dataclasses
@@ -22,8 +22,11 @@ from typing import NamedTuple
 from mujica_jax.records import Evidence
 from mujica_jax.retrieval.statistics import Counted
 
+# The columns of a table of triples.
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
-LITERAL_ID = "date_information"  # what 2WikiMultihopQA writes where a Q-id would stand for a date
+# 2WikiMultihopQA writes this in place of a Q-id if the object is a date.
+LITERAL_ID = "date_information"
+# Relations whose objects are always values.
 LITERAL_RELATIONS = frozenset(
     {"date of birth", "date of death", "publication date", "inception", "point in time"}
 )
@@ -33,12 +36,12 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple(Evidence):
-    """A statement of a graph. `subject_id` and `object_id` are Q-ids or empty.
+    """A statement of a graph. `subject_id` and `object_id` are Q-ids, or empty.
 
-    A literal object (a date) is no entity. It is known by its relation, by its id, or because the
-    source says so (`literal`).
+    The object is an entity or a literal, which is a value such as a date.
     """
 
+    # The source says that the object is a literal.
     literal: bool = False
 
     @property
@@ -48,20 +51,24 @@ class Triple(Evidence):
 
     @property
     def object_is_literal(self) -> bool:
+        """Whether the object is a literal, by the source, the relation or the object's id."""
         return self.literal or self.relation in LITERAL_RELATIONS or self.object_id == LITERAL_ID
 
 
 class End(NamedTuple):
-    """A triple as one of its two entities has it."""
+    """A triple, seen from one of its two entities."""
 
     triple: Triple
-    as_object: bool  # whether the entity is the triple's object
+    # Whether the entity is the object of the triple.
+    as_object: bool
+    # Key of the subject.
     subject_key: str
-    object_key: str | None  # None for a literal
+    # Key of the object, or None if it is a literal.
+    object_key: str | None
 
     @classmethod
     def of(cls, triple: Triple, as_object: bool) -> "End":
-        """Return the end of a triple whose ids are there wherever they are known."""
+        """Return the end of a triple. The keys are the triple's own ids, or else its labels."""
         subject_key = triple.subject_id or triple.subject
         object_key = None
         if not triple.object_is_literal:
@@ -72,15 +79,19 @@ class End(NamedTuple):
 class TripleGraph(Counted):
     """Triples with an index by entity.
 
-    It takes about 20 microseconds a triple to build, and a few to look an entity up.
+    Building takes about 20 microseconds for each triple. Looking up an entity takes a few
+    microseconds.
     """
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         super().__init__()
         self.triples = tuple(triples)
-        self._ends_of_id: dict[str, list[tuple[int, bool]]] = {}  # (row, whether as object)
+        # Ends by Q-id and by name. An end is (row, whether the entity is the object). A name is a
+        # normalised label (`normalise_label`).
+        self._ends_of_id: dict[str, list[tuple[int, bool]]] = {}
         self._ends_of_name: dict[str, list[tuple[int, bool]]] = {}
-        self._names_of_bare_name: dict[str, dict[str, None]] = {}  # dicts as ordered sets
+        # Inner dictionaries serve as ordered sets. A bare name has no closing parenthesis.
+        self._names_of_bare_name: dict[str, dict[str, None]] = {}
         self._labels_of_id: dict[str, dict[str, None]] = {}
         self._ids_of_label: dict[str, dict[str, None]] = {}
         self._labels_of_name: dict[str, dict[str, None]] = {}
@@ -91,21 +102,22 @@ class TripleGraph(Counted):
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of all triples, in their order."""
+        """A hash of all triples in their order."""
         digest = hashlib.sha256()
         for triple in self.triples:
             digest.update(repr(triple).encode(errors="surrogatepass"))
         return digest.hexdigest()[:16]
 
     def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
-        """Return at most `limit` triples that name the entity, no two alike.
+        """Return at most `limit` triples of an entity, without duplicates.
 
-        Those with the entity as subject come first, each group in file order.
+        Triples with the entity as subject come first. Each group is in file order.
 
-        `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an
-        unknown one has no triples.
+        `entity_id` is a Q-id or a label, as returned by `find`, `subject_key` and `object_key`. An
+        unknown entity has no triples.
         """
-        ends: dict[str, End] = {}  # by the triple's text
+        # Ends by the text of their triple.
+        ends: dict[str, End] = {}
         for row, as_object in self._ends(entity_id):
             if limit is not None and len(ends) >= limit:
                 break
@@ -117,10 +129,11 @@ class TripleGraph(Counted):
         return list(ends.values())
 
     def find(self, name: str) -> str | None:
-        """Return the key of the entity called `name`, or None where nothing is called so.
+        """Return the key of the entity called `name`, or None if there is none.
 
-        `name` is a Q-id, else an exact label, a label up to case and spacing, or one up to a
-        closing parenthesis. A label that several Q-ids share is its own key.
+        `name` can be a Q-id. Otherwise it is compared with labels: first exactly, then without case
+        and spacing, then without a closing parenthesis. If several Q-ids share a label, the label
+        itself is the key.
         """
         if name in self._ends_of_id:
             return name
@@ -139,13 +152,13 @@ class TripleGraph(Counted):
         return triple.subject_id or self._key(triple.subject)
 
     def object_key(self, triple: Triple) -> str | None:
-        """Return the Q-id or the label of a triple's object; None for a literal."""
+        """Return the Q-id or the label of a triple's object, or None for a literal."""
         if triple.object_is_literal:
             return None
         return triple.object_id or self._key(triple.object)
 
     def _add(self, row: int, *, as_object: bool, label: str, entity_id: str) -> None:
-        """Enter one end of a triple into the indexes."""
+        """Add one end of a triple to the indexes."""
         name = normalise_label(label)
         self._ends_of_name.setdefault(name, []).append((row, as_object))
         self._labels_of_name.setdefault(name, {})[label] = None
@@ -159,9 +172,9 @@ class TripleGraph(Counted):
             ids[entity_id] = None
 
     def _ends(self, entity_id: str) -> list[tuple[int, bool]]:
-        """Return the rows that name the entity, each with whether it is the object.
+        """Return the ends of an entity as (row, whether it is the object).
 
-        Those in which it is the subject come first.
+        Rows with the entity as subject come first.
         """
         if entity_id in self._ends_of_id:
             ends = list(self._ends_of_id[entity_id])
@@ -174,7 +187,7 @@ class TripleGraph(Counted):
         return sorted(ends, key=lambda end: (end[1], end[0]))
 
     def _ends_named(self, names: set[str]) -> list[tuple[int, bool]]:
-        """Return the ends that have one of these names, or one linked to them."""
+        """Return the ends with one of these names, or with a name linked to one of them."""
         linked_names = names.union(*(self._linked_names(name) for name in names))
         ends: list[tuple[int, bool]] = []
         for name in linked_names:
@@ -182,25 +195,25 @@ class TripleGraph(Counted):
         return ends
 
     def _linked_names(self, name: str) -> list[str]:
-        """Return the names that are this one without, or with, a closing parenthesis."""
+        """Return the known names that differ from this one only by a closing parenthesis."""
         bare = without_parenthesis(name)
         if bare and bare != name:
             return [bare] if bare in self._ends_of_name else []
         return list(self._names_of_bare_name.get(name, ()))
 
     def _entity_id(self, row: int, as_object: bool) -> str:
-        """Return the Q-id of one end of a row, or an empty text."""
+        """Return the Q-id of one end of a row, or ""."""
         triple = self.triples[row]
         return triple.object_id if as_object else triple.subject_id
 
     def _key(self, label: str) -> str:
-        """Return the Q-id where exactly one is known under this label, else the label."""
+        """Return the Q-id with this label if there is exactly one, and the label otherwise."""
         ids = self._ids_of_label.get(label, {})
         return next(iter(ids)) if len(ids) == 1 else label
 
 
 def normalise_label(label: str) -> str:
-    """Return a label without case, spacing and Unicode form.
+    """Return a label in a form in which case, spacing and Unicode form do not matter.
 
     Titles in questions are often written In Title Case.
     """
@@ -208,5 +221,8 @@ def normalise_label(label: str) -> str:
 
 
 def without_parenthesis(label: str) -> str:
-    """Return "Norman Foster" for "Norman Foster (director)"."""
+    """Return a label without a closing parenthesis.
+
+    "Norman Foster (director)" becomes "Norman Foster".
+    """
     return _closing_parenthesis.sub("", label)

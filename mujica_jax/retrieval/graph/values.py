@@ -1,4 +1,4 @@
-"""Print values of RDF in one form, for triples that a model sees and for gold answers.
+"""Write RDF values as text, for triples that a model sees and for gold answers.
 
 | datatype | value | printed |
 |---|---|---|
@@ -12,17 +12,17 @@
 | `geo:wktLiteral` | `Point(114.054 22.535)` | 22.535 N, 114.054 E |
 | all others, also texts with a language | | the text on one line |
 
-**How exact a date is.** Wikidata's truthy statements and query results do not say it: a date that
-is known to the year is written as the first of January at midnight. Far more of these dates mean
-the year than the day, and data sets such as 2WikiMultihopQA have the year there. So the first of
-January reads as its year, unless the value has a time of day. Every other date reads as its day,
-although the first of a month may mean the month. A time of day is not printed. The readings that a
-date leaves open are among its `spellings`.
+**Precision of dates.** Wikidata's truthy statements and query results do not state the precision of
+a date. A date of which only the year is known is written as the first of January at midnight. Far
+more of these dates mean the year than the day, and data sets such as 2WikiMultihopQA have the year
+in this case. Therefore the first of January is printed as its year, unless the value has a time of
+day. Every other date is printed as a day, although the first of a month may mean the month. A time
+of day is not printed. `spellings` also returns the other possible readings of a date.
 
-**Years before Christ.** XSD 1.1 counts the year 0000, so `-0043` is 44 BC. Wikidata follows it for
-dates that are exact to the year, and writes decades, centuries and millennia without that shift. So
-the first of January of a round hundred (`-7000-01-01`) reads as 7000 BC. The other reading of a
-round year is among its `spellings`.
+**Years before Christ.** XSD 1.1 has a year 0000, so `-0043` is 44 BC. Wikidata follows this rule
+for dates with the precision of a year. It does not follow it for decades, centuries and millennia.
+Therefore the first of January of a round hundred (`-7000-01-01`) is printed as 7000 BC. For a round
+year, `spellings` also returns the other reading.
 """
 
 import re
@@ -50,7 +50,8 @@ NUMBERS = frozenset(
     )
 )  # fmt: skip
 BOOLEANS = {"true": "yes", "1": "yes", "false": "no", "0": "no"}
-MAX_DIGITS = 30  # of a number that is written in full
+# Numbers with a larger (or smaller) decimal exponent are written in scientific notation.
+MAX_DIGITS = 30
 MONTHS = (
     "January", "February", "March", "April", "May", "June",
     "July", "August", "September", "October", "November", "December",
@@ -67,7 +68,7 @@ _point = re.compile(
     re.IGNORECASE,
 )
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# What a cell of a table may spell. Wikidata's JSON puts a sign before every year and every number.
+# Values in a cell of a table. Wikidata's JSON puts a sign before every year and every number.
 _date_in_text = re.compile(r"\+?-?\d{4,}-\d\d-\d\d(?:T[\d:.]+)?(?:Z|[+-]\d\d:\d\d)?")
 _signed_number = re.compile(r"\+(?:\d+\.?\d*|\.\d+)")
 
@@ -100,10 +101,10 @@ def spellings(literal: Literal) -> tuple[str, ...]:
 
 
 def value_in_text(text: str) -> Literal | None:
-    """Return the value that a cell of a table spells, or None if it is a text.
+    """Return the value that is written in a cell of a table, or None if it is a text.
 
-    Values are spelt as in RDF or in Wikidata's JSON. Dates, points and numbers with a plus sign are
-    recognised. A number without a sign may be a name.
+    Dates, points and numbers with a plus sign are recognised, written as in RDF or in Wikidata's
+    JSON. A number without a sign is a text, because it may be a name.
     """
     if _date_in_text.fullmatch(text):
         return Literal(text.removeprefix("+"), datatype=NamedNode(f"{XSD}dateTime"))
@@ -115,12 +116,12 @@ def value_in_text(text: str) -> Literal | None:
 
 
 def written_date(year: str, month: int = 0, day: int = 0) -> str:
-    """Return a date as most of 2WikiMultihopQA writes it.
+    """Return a date in the form that most of 2WikiMultihopQA uses.
 
     Examples are "14 November 1961", "November 1961" and "1961".
 
-    `year` is text, so that "44 BC" is a year too. A month or a day of 0 is unknown; a day without a
-    month is left out.
+    `year` is text, so that it can be "44 BC". A month or day of 0 is unknown and left out. A day
+    without a month is left out too.
     """
     if not 1 <= month <= 12:
         return year
@@ -133,8 +134,8 @@ def written_date(year: str, month: int = 0, day: int = 0) -> str:
 def readable_iri(iri: str) -> str:
     """Return the last part of an IRI as text.
 
-    For http://example.org/resource/Norman_Foster it is `Norman Foster`. It is empty where the last
-    part says nothing: for Wikidata's own ids and for unknown values.
+    For http://example.org/resource/Norman_Foster it is `Norman Foster`. Return "" for Wikidata's
+    ids and for unknown values, whose last part has no meaning to a reader.
     """
     if iri.startswith(ENTITY) or UNKNOWN_VALUE in iri:
         return ""
@@ -143,12 +144,12 @@ def readable_iri(iri: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text on one line: a label with a line end in it could pass for two materials."""
+    """Return a text on one line. A label with a line break could be mistaken for two triples."""
     return " ".join(_control.sub(" ", text).split())
 
 
 def _date_spellings(text: str) -> list[str]:
-    """Return the forms of a date, the likeliest reading first; none where it is no date."""
+    """Return the forms of a date, the likeliest reading first. The list is empty for other text."""
     match = _date.fullmatch(text)
     if match is None:
         return []
@@ -159,12 +160,11 @@ def _date_spellings(text: str) -> list[str]:
     has_time = bool((match["time"] or "").strip("0:."))
     day_form = written_date(year, month, day)
 
-    # The first of January reads as its year.
+    # The first of January is printed as its year.
     if month == day == 1 and not has_time:
         forms = [year, day_form]
         if year_number < 0 and year_number % 10 == 0:
-            # A century is written without the shift far more often than such a year is known
-            # exactly.
+            # A round hundred is far more often a century, which has no shift, than an exact year.
             is_century = year_number % 100 == 0
             forms.insert(0 if is_century else 1, f"{-year_number} BC")
     else:
@@ -180,7 +180,7 @@ def _date_spellings(text: str) -> list[str]:
 
 
 def _part_of_date_spellings(text: str) -> list[str]:
-    """Return the forms of a month, a day, or a day of a month."""
+    """Return the forms of a month, a day, or a day of a month without a year."""
     match = _part_of_date.fullmatch(text)
     if match is None:
         return []
@@ -193,7 +193,7 @@ def _part_of_date_spellings(text: str) -> list[str]:
 
 
 def _number_spellings(text: str) -> list[str]:
-    """Return a number without trailing zeros, then with thousands separators."""
+    """Return a number without trailing zeros, then the same with thousands separators."""
     try:
         number = Decimal(text)
     except InvalidOperation:
@@ -207,7 +207,7 @@ def _number_spellings(text: str) -> list[str]:
 
 
 def _without_trailing_zeros(number: Decimal, form: str) -> str:
-    """Return a number in a format of `format`, without zeros at the end of its fraction."""
+    """Return a number in a format such as "f" or ",f", without zeros at the end of its fraction."""
     written = format(number, form)
     if "." in written:
         written = written.rstrip("0").rstrip(".")

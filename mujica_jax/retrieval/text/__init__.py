@@ -1,1 +1,1 @@
-"""Indexes of passages, by words (BM25) and by vectors (exact and ScaNN), and their corpora."""
+"""Corpora of passages, and their indexes: BM25 over words, exact and ScaNN over embeddings."""

@@ -1,23 +1,23 @@
-"""Passages of files, local or in a bucket, read one at a time.
+"""Read the passages of a corpus, and store them in an index.
 
-A passage is a record of `{title, text}` in any form that `corpus_records.py` reads.
+A corpus is one or more files, on local disk or in a bucket. They are read one passage at a time. A
+passage is a record with the fields `title` and `text`, in any file format that `corpus_records.py`
+reads. Published corpora can be read unchanged:
 
-Published corpora are read as they are:
+- DPR and BEIR: `id` or `_id`, `title`, `text`. The title may be empty or missing.
+- wiki-18 (FlashRAG): `contents` is the title in quotes, a newline, and the text.
+- Pyserini: `contents` is the text, or the title, a newline, and the text.
+- MedRAG: `title`, `content`, and `contents`, which holds both. If a record has a `title`, it is
+  used, whatever `contents` begins with.
+- HotpotQA's abstracts: a tar of bz2 JSON Lines, in which `text` is a list of sentences.
 
-- DPR and BEIR: `id` or `_id`, `title`, `text`; a title may be empty or missing.
-- wiki-18 (FlashRAG): `contents` is the title in quotes, a newline, the text.
-- Pyserini: `contents` is the text, or title, newline, text.
-- MedRAG: `title`, `content`, and `contents`, which holds both. A title that a record gives stays,
-  whatever `contents` begins with.
-- HotpotQA's abstracts: a tar of bz2 JSON Lines whose `text` is a list of sentences.
+The id of a passage is its `id` or `_id`, or else its position in the whole corpus. A passage with
+an empty text or a duplicate id raises an error with its file and line. If the caller asks for it,
+such passages are skipped and counted instead.
 
-A passage without a text, or with an id that came before, is refused with its file and line, or
-skipped and counted where the caller asks for that. Where a record has no `id` (or `_id`), its
-position in the whole corpus is its id.
-
-An index keeps them in an Arrow file that is mapped, not read, so that a corpus of any size costs
-the memory of what is looked at. A passage's position in the file is its position in every index
-made of it.
+An index stores its passages in an Arrow file. The file is mapped into memory, so that only the
+passages that are looked at take memory. The position of a passage in this file is its position in
+every index over the corpus.
 """
 
 import dataclasses
@@ -38,13 +38,16 @@ from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.manifest import rebuild_advice
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, in_one_form, records_of
 
-Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
+# Search results of one query: (position of a passage, its score), best first.
+Hits = list[tuple[int, float]]
 
 FILE = "passages.arrow"
-BATCH_ROWS = 4096  # of a record batch: what is held while the file is written
-MERGED_IDS = 2**18  # that are held as Python's objects before they are sorted into the others
+# Number of passages in a record batch. One batch is in memory while the file is written.
+BATCH_ROWS = 4096
+# Number of new ids that are kept as Python objects before they are merged into the sorted array.
+MERGED_IDS = 2**18
 
-# Shows a value of any size in one short line.
+# Writes a value of any size on one short line, for error messages.
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
 _repr.maxdict = 2
@@ -55,45 +58,54 @@ _repr.maxother = 60
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passage:
+    """One passage of a corpus."""
+
     id: str
-    title: str  # empty where the corpus has none
+    # Empty if the corpus has no title for the passage.
+    title: str
     text: str
 
     @property
     def contents(self) -> str:
-        """What is indexed, by words and by embeddings alike."""
+        """The text that is indexed, both as words and as an embedding."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
 class Index(Protocol):
-    """An index that a retriever searches: `encode`, then `search_encoded`; `search` does both."""
+    """An index of passages. `search` is `encode` followed by `search_encoded`."""
 
     passages: Sequence[Passage]
+    # Hash of everything that search results depend on.
     version: str
 
-    def encode(self, queries: Sequence[str]) -> Any: ...
+    def encode(self, queries: Sequence[str]) -> Any:
+        """Return the queries in the form that `search_encoded` takes: words or embeddings."""
+        ...
 
-    def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
+    def search_encoded(self, queries: Any, k: int) -> list[Hits]:
+        """Return the positions and scores of the k best passages of each encoded query."""
+        ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """Return the positions and scores of the k best passages of each query, best first.
 
-        Ties are in corpus order, and `check_k` checks k. A search by words may return fewer: a
-        passage that shares no word with the query is never returned.
+        Passages with equal scores are in corpus order. A BM25 index may return fewer than k
+        passages, because it never returns a passage that shares no word with the query. Check k
+        with `check_k` first.
         """
         return self.search_encoded(self.encode(queries), k)
 
 
 def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
-    """Return all passages of the files, in order. Ids are unique over all of them."""
+    """Return all passages of the files, in order. Their ids are unique over all files."""
     return list(stream_corpus(paths))
 
 
 def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
     """Yield the passages of the files, in order.
 
-    Memory holds one passage and what `PassageIds` keeps of every id. With `skipped`, a bad passage
-    is left out and counted there; otherwise it raises UserError.
+    Only one passage and the hashes of all ids (`PassageIds`) are in memory. With `skipped`, a bad
+    passage is left out and counted in it. Without, a bad passage raises UserError.
     """
     ids = PassageIds()
     position = 0
@@ -101,8 +113,8 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
         try:
             passage = _passage(record, str(position), place)
             if not ids.add(passage.id):
-                # The files are read again to find the first use of the id. Only the first skipped
-                # passage is shown, so later ones do without.
+                # Read the files again to find the first use of the id. Only the first skipped
+                # passage is shown to the user, so this is not needed for later ones.
                 is_shown = skipped is None or not skipped.skipped
                 first = _first_place(passage.id, paths) if is_shown else ""
                 advice = "each file once" if first == place else "each passage its own id"
@@ -120,7 +132,10 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
 
 
 class PassageFile(Sequence[Passage]):
-    """The passages of one Arrow file. Reading one takes a few tens of microseconds."""
+    """The passages of one Arrow file, mapped into memory.
+
+    Reading one passage takes some 10 to 50 microseconds. Raises UserError if the file is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -141,7 +156,8 @@ class PassageFile(Sequence[Passage]):
     @overload
     def __getitem__(self, position: slice) -> list[Passage]: ...
     def __getitem__(self, position: int | slice) -> Passage | list[Passage]:
-        rows = range(len(self))[position]  # raises IndexError
+        # Raises IndexError if there is no such row.
+        rows = range(len(self))[position]
         if isinstance(rows, range):
             return [self[row] for row in rows]
         (passage,) = _passages(self._table.slice(rows, 1))
@@ -152,7 +168,7 @@ class PassageFile(Sequence[Passage]):
             yield from _passages(batch)
 
     def titled(self, titles: Iterable[str]) -> list[Passage]:
-        """Return the passages with one of these titles, in order."""
+        """Return the passages that have one of these titles, in corpus order."""
         import pyarrow.compute
 
         spellings: set[str] = set()
@@ -165,7 +181,11 @@ class PassageFile(Sequence[Passage]):
 
 
 def _spellings(title: str) -> set[str]:
-    """Return how an index may hold a title: an older one has it as its corpus wrote it."""
+    """Return all spellings that an index may have for a title.
+
+    An index of an older release holds titles as its corpus wrote them: with HTML entities, or with
+    decomposed accents.
+    """
     return {
         title,
         html.escape(title),
@@ -175,7 +195,7 @@ def _spellings(title: str) -> set[str]:
 
 
 def _passages(rows: Any) -> list[Passage]:
-    """Return the passages of a table or a batch."""
+    """Return the passages in the rows of an Arrow table or record batch."""
     return [
         Passage(id=row["id"], title=in_one_form(row["title"]), text=in_one_form(row["text"]))
         for row in rows.to_pylist()
@@ -185,9 +205,9 @@ def _passages(rows: Any) -> list[Passage]:
 def write_passages(
     passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None
 ) -> int:
-    """Write the passages into an Arrow file, and return how many there were.
+    """Write the passages into an Arrow file, and return how many were written.
 
-    One batch is held in memory at a time.
+    One record batch is in memory at a time. `on_rows` is called with the number written so far.
     """
     import pyarrow
 
@@ -204,15 +224,15 @@ def write_passages(
             writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             rows += len(batch)
             on_rows(rows)
-            # Freed before the next batch is read.
+            # Free the batch before the next one is read.
             del batch, columns
     return rows
 
 
 class PassageIds:
-    """Remembers ids by 16 bytes of a hash each, sorted.
+    """Remembers ids, to find duplicates. Each id takes 16 bytes, a part of its hash.
 
-    Two of a hundred million ids are taken for the same with probability 10^-23.
+    The probability that any two of a hundred million different ids have the same hash is 10^-23.
     """
 
     def __init__(self) -> None:
@@ -220,10 +240,10 @@ class PassageIds:
         self._recent: set[bytes] = set()
 
     def add(self, identifier: str) -> bool:
-        """Add an id. Return False if it came before."""
+        """Add an id. Return False if it was added before."""
         digest = hashlib.blake2b(identifier.encode(), digest_size=16).digest()
         place = self._sorted.searchsorted(digest)
-        # numpy returns bytes without the zeros at their end.
+        # numpy returns byte strings without zero bytes at their end.
         is_sorted_in = place < len(self._sorted) and self._sorted[place] == digest.rstrip(b"\0")
         if is_sorted_in or digest in self._recent:
             return False
@@ -237,25 +257,31 @@ class PassageIds:
 
 
 def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:
-    """Return the place of the first passage with this id, where none before it was left out."""
+    """Return the file and line of the first passage with this id.
+
+    Records before it are expected to be valid. (Only the first bad passage is looked up.)
+    """
     for number, (place, record) in enumerate(records_of(paths)):
         if _passage(record, str(number), place).id == identifier:
             return place
-    return "a line that is not there any more"
+    return "a line that no longer exists"
 
 
 def _passage(record: object, position: str, place: str) -> Passage:
-    """Make a passage of a record. Raise UserError with its place where it is none."""
+    """Return the passage of a record. Raises UserError with its place if it is not valid.
+
+    `position` is the record's position in the corpus, the id of a passage without one.
+    """
     if not isinstance(record, dict):
         raise UserError(
-            f"{place}: a passage must be an object and this is a {type(record).__name__}; expected "
-            f"{FORMATS}"
+            f"{place}: a passage must be an object, but this is a {type(record).__name__}; "
+            f"expected {FORMATS}"
         )
     title, text = _title_and_text(record)
     if not isinstance(title, str):
         raise UserError(
-            f"{place}: the passage's title is {_repr.repr(title)}; give a text, or leave the title "
-            "out"
+            f"{place}: the passage's title is {_repr.repr(title)}; give a string, or leave the "
+            "title out"
         )
     if not isinstance(text, str) or not text.strip():
         raise UserError(
@@ -272,16 +298,16 @@ def _passage(record: object, position: str, place: str) -> Passage:
 
 
 def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the title and the text of a record, not yet checked.
+    """Return the title and the text of a record. Their types are unchecked.
 
-    A missing title is empty.
+    If the record has no title, the title is empty.
     """
     title = "" if _is_blank(record.get("title")) else record["title"]
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
         return _title_in_contents(contents)
 
-    # Take the first field that has a value.
+    # The text is the first of these fields that has a value.
     text = record.get("text")
     for field in ("text", "content", "contents", "sentences"):
         if not _is_blank(record.get(field)):
@@ -295,16 +321,16 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _is_blank(value: object) -> bool:
-    """Return whether a record leaves a field out. Tables without a value hold NaN there."""
+    """Return whether the value of a field counts as missing. Parquet tables may hold NaN."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
 def _title_in_contents(contents: str) -> tuple[str, str]:
-    """Split contents into the title of its first line, and the text.
+    """Split `contents` into title (its first line) and text.
 
-    A single line is a text without a title, or in quotes a title without a text.
+    A single line is a text without a title. A single line in quotes is a title without a text.
     """
     first, _, text = contents.partition("\n")
     first = first.strip()
@@ -315,17 +341,17 @@ def _title_in_contents(contents: str) -> tuple[str, str]:
 
 
 def _without_title(contents: str, title: str) -> str:
-    """Return contents without its first line where that repeats the title."""
+    """Return `contents` without its first line, if that line repeats the title."""
     first, _, text = contents.partition("\n")
     repeats = first.strip().removeprefix('"').removesuffix('"') == title.strip()
     return text if repeats and text.strip() else contents
 
 
 def _joined(sentences: list[Any]) -> Any:
-    """Return a list of sentences, or of paragraphs of sentences, as one text.
+    """Join a list of sentences, or of paragraphs of sentences, into one text.
 
-    Any other list is returned as it is. Some corpora keep the space before a sentence and some do
-    not.
+    Any other list is returned unchanged. A space is put between two sentences, unless the corpus
+    has kept it.
     """
     text = ""
     for sentence in sentences:
@@ -339,7 +365,10 @@ def _joined(sentences: list[Any]) -> Any:
 
 
 def _identifier(record: dict[str, Any], position: str, place: str) -> str:
-    """Return the id as a text. Numbers are ids; a table that lacks some holds the others as 7.0."""
+    """Return the id of a record as a string. Raises UserError if it is not a string or a number.
+
+    A table in which some ids are missing holds the id 7 as 7.0, which becomes "7".
+    """
     identifier = record.get("id")
     if identifier is None:
         identifier = record.get("_id", position)
@@ -354,7 +383,7 @@ def _identifier(record: dict[str, Any], position: str, place: str) -> str:
     is_finite = not isinstance(identifier, float) or math.isfinite(identifier)
     if is_bool or not is_text_or_number or not is_finite:
         raise UserError(
-            f"{place}: the passage's id is {_repr.repr(identifier)}; give a text or a number, or "
+            f"{place}: the passage's id is {_repr.repr(identifier)}; give a string or a number, or "
             "leave the id out"
         )
     return str(identifier)

@@ -1,11 +1,12 @@
-"""Read the records of files, local or in a bucket, one at a time.
+"""Read the records of files, on local disk or in a bucket, one at a time.
 
-A file is a JSON array, JSON Lines or a table (`.tsv`, `.csv`), plain, `.gz` or `.bz2`, in a tar or
-not; or Parquet. What cannot be read is refused with file and line.
+A file holds a JSON array, JSON Lines or a table (`.tsv`, `.csv`). It may be compressed (`.gz`,
+`.bz2`) and may be in a tar archive. Parquet files are read too. A record that cannot be read raises
+UserError with its file and line.
 
-Every text has one form: HTML entities are the characters that they stand for (HotpotQA writes "Key
-&amp; Peele"), and accents are composed (Unicode NFC). So the titles of a corpus and of its
-questions are equal where they look equal.
+All texts are normalised. HTML entities are replaced by their characters (HotpotQA writes "Key &amp;
+Peele"), and accents are composed (Unicode NFC). Titles of a corpus and of its questions are then
+equal if they look equal.
 """
 
 import contextlib
@@ -25,28 +26,34 @@ from typing import TextIO
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import decompressed, open_file
 
+# What a user can give, for error messages.
 FORMATS = (
     "a JSON array or JSON Lines of objects (passages have a text and may have a title), or a .tsv "
     "or .csv table whose first line names its columns, plain, .gz or .bz2; a .tar of such files; "
     "or .parquet"
 )
+# The delimiter of a table, by the ending of its file name.
 TABLES = {".tsv": "\t", ".csv": ","}
-# A table's first line names one of these columns.
+# The first line of a table must name at least one of these columns.
 TABLE_COLUMNS = ("text", "content", "contents", "question")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
-SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
-READ_CHARACTERS = 2**20  # of an array, at once
+# Error messages quote this much of a text before and after the character that is wrong.
+SHOWN_CHARACTERS = 50
+# A JSON array is read in parts of this size.
+READ_CHARACTERS = 2**20
 # If a record of an array does not end within this many characters, the JSON is broken.
 MAX_RECORD_CHARACTERS = 2**24
 _space = re.compile(r"[ \t\r\n]*")
-# Entities end in a semicolon here: without one, `&para=1` of an address would be a paragraph sign.
+# HTML entities must end in a semicolon here. Otherwise `&para=1` in a web address would become a
+# paragraph sign.
 _entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
-    """Yield line number (in Parquet: row) and value of every record of a file.
+    """Yield the line number and the value of every record of a file.
 
-    The file must not be an archive.
+    In a Parquet file, the number is that of the row. The file must not be an archive. Raises
+    UserError if it cannot be read.
     """
     with explained(path):
         if str(path).endswith(".parquet"):
@@ -58,8 +65,8 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 
 @contextlib.contextmanager
 def open_text(path: str | Path) -> Iterator[TextIO]:
-    """Open the text of a local file or of one in a bucket, decompressed."""
-    # The encoding drops a byte order mark.
+    """Open a file, local or in a bucket, as decompressed text."""
+    # The encoding utf-8-sig drops a byte order mark.
     with (
         open_file(path) as raw,
         io.TextIOWrapper(decompressed(str(path), raw), "utf-8-sig") as text,
@@ -68,14 +75,14 @@ def open_text(path: str | Path) -> Iterator[TextIO]:
 
 
 def in_one_form(text: str) -> str:
-    """Return the text with HTML entities decoded and in Unicode's composed form."""
+    """Return a text with HTML entities decoded, in Unicode's composed form (NFC)."""
     if "&" in text:
         text = _entity.sub(lambda entity: html.unescape(entity[0]), text)
     return unicodedata.normalize("NFC", text)
 
 
 def _texts_in_one_form(value: object) -> object:
-    """Return a record whose every text is in one form."""
+    """Return a record in which all texts are normalised by `in_one_form`."""
     if isinstance(value, str):
         return in_one_form(value)
     if isinstance(value, list):
@@ -86,23 +93,21 @@ def _texts_in_one_form(value: object) -> object:
 
 
 def check_text(text: str) -> None:
-    """Check that a text can be written as UTF-8. Raises UserError.
+    """Raise UserError if a text cannot be written as UTF-8.
 
-    A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give
-    strings that cannot.
+    Such strings come from a command line whose bytes are not UTF-8, and from JSON with an escape
+    for half a character (a lone surrogate).
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         shown_from = max(0, error.start - SHOWN_CHARACTERS)
         shown = ascii(text[shown_from : error.start + SHOWN_CHARACTERS])
-        raise UserError(
-            f"{shown} is no text that UTF-8 can write: give whole characters"
-        ) from error
+        raise UserError(f"{shown} cannot be written as UTF-8: give whole characters") from error
 
 
 def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
-    """Yield the place and the value of each record of all files."""
+    """Yield the place (file and line, as text) and the value of each record of all files."""
     for path in paths:
         if str(path).endswith(ARCHIVES):
             for member, number, record in _archive_records(path):
@@ -130,16 +135,16 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _is_hidden(member: str) -> bool:
-    """Return whether a file of an archive is one that macOS writes beside the others.
+    """Return whether a file in an archive is hidden, or is one that macOS adds.
 
-    Such files are `._NAME`, `.DS_Store` and `__MACOSX/`.
+    macOS adds `._NAME`, `.DS_Store` and `__MACOSX/`.
     """
     *folders, name = member.split("/")
     return name.startswith(".") or "__MACOSX" in folders
 
 
 def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
-    """Yield row number and value of each record of a Parquet file."""
+    """Yield the row number and the value of each record of a Parquet file."""
     import pyarrow.parquet
 
     row = 0
@@ -152,7 +157,7 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
 
 @contextlib.contextmanager
 def explained(path: str | Path) -> Iterator[None]:
-    """Turn what reading a file may raise into a UserError of one sentence."""
+    """Raise the errors of reading a file as a UserError of one sentence."""
     import pyarrow
 
     try:
@@ -171,14 +176,16 @@ def explained(path: str | Path) -> Iterator[None]:
         lzma.LZMAError,
         pyarrow.ArrowException,
     ) as error:
-        reason = str(error).partition("\n")[0].rstrip(" :")  # others list what they tried
+        # tarfile lists every method that it tried, on further lines.
+        reason = str(error).partition("\n")[0].rstrip(" :")
         raise UserError(f"{path} cannot be read ({reason}); expected {FORMATS}") from error
 
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Read the records of a table, an array or JSON Lines.
+    """Yield the line number and the value of each record of a text file.
 
-    A table is known by the file's name, and an array begins with a bracket.
+    The ending of the file's name shows a table. Otherwise the file holds a JSON array if it begins
+    with a bracket, and JSON Lines if not.
     """
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
@@ -186,7 +193,7 @@ def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]
         return
     line_number = 1
     first = file.read(1)
-    # At the end of the file `first` is empty, which is no space.
+    # At the end of the file `first` is empty, and the loop ends.
     while first.isspace() or first == "\ufeff":
         line_number += first == "\n"
         first = file.read(1)
@@ -197,15 +204,16 @@ def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]
 
 
 def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, object]]:
-    """Read the rows of a table whose first line names its columns.
+    """Yield the line number and the value of each row of a table.
 
-    Fields are quoted as spreadsheets and DPR quote them. Raises UserError with the line that cannot
-    be read.
+    The first line names the columns. Fields may be in double quotes, as spreadsheets and DPR write
+    them. Raises UserError with the line that cannot be read.
     """
     csv.field_size_limit(MAX_RECORD_CHARACTERS)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
     columns: list[str] = []
-    line_number = 1  # where the row begins: a quoted field may hold line breaks
+    # The line on which the row begins. A quoted field may hold line breaks.
+    line_number = 1
     try:
         for row in rows:
             place = f"{path}, line {line_number}"
@@ -220,38 +228,42 @@ def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[t
     except csv.Error as error:
         raise UserError(
             f"{path}, line {line_number}: not a row of a table ({error}): put the field in double "
-            "quotes and double the quotes inside it"
+            "quotes, and write each quote inside it twice"
         ) from error
 
 
 def _check_columns(columns: list[str], place: str) -> None:
-    """Check the first line of a table. Raise UserError where it names no columns, or one twice."""
+    """Raise UserError if the first line of a table has no known column, or has one twice."""
     shown = ", ".join(columns)[: 2 * SHOWN_CHARACTERS]
     if not set(columns) & set(TABLE_COLUMNS):
         raise UserError(
-            f"{place}: the first line of a table names its columns and this is {shown}: name them, "
-            "as id, text, title"
+            f"{place}: the first line of a table must name its columns, but this one is {shown}: "
+            "name them, such as id, text, title"
         )
     if len(set(columns)) < len(columns):
         raise UserError(
-            f"{place}: a column of the table is named twice ({shown}): give each its own name"
+            f"{place}: two columns of the table have the same name ({shown}): give each its own "
+            "name"
         )
 
 
 def _check_width(row: list[str], columns: list[str], place: str) -> None:
-    """Check that a row has as many fields as the table has columns. Raises UserError."""
+    """Raise UserError unless a row has one field for each column of the table."""
     if len(row) != len(columns):
         raise UserError(
-            f"{place}: the row has {len(row)} fields and the first line names {len(columns)} "
-            f"columns ({', '.join(columns)}): give every row as many, in double quotes where a "
-            "field holds the separator, a quote or a line break"
+            f"{place}: the row has {len(row)} fields, but the first line names {len(columns)} "
+            f"columns ({', '.join(columns)}): give each row one field for each column, and put a "
+            "field in double quotes if it holds the separator, a quote or a line break"
         )
 
 
 def _line_records(
     path: str | Path, file: TextIO, first: str, line_number: int
 ) -> Iterator[tuple[int, object]]:
-    """Read JSON Lines. `first` is a character of line `line_number` that was read already."""
+    """Yield the line number and the value of each record of JSON Lines.
+
+    `first` is the first character of line `line_number`, which was read already.
+    """
     while line := first + file.readline():
         first = ""
         if line.strip():
@@ -265,9 +277,10 @@ def _line_records(
 def _array_records(
     path: str | Path, file: TextIO, line_number: int
 ) -> Iterator[tuple[int, object]]:
-    """Yield the records of a JSON array whose bracket, on line `line_number`, was read already.
+    """Yield the line number and the value of each record of a JSON array.
 
-    Each comes with the line it begins on.
+    The opening bracket on line `line_number` was read already. The number is that of the line on
+    which the record begins.
     """
     reader = _ArrayReader(path, file, line_number)
     while reader.next_character() != "]":
@@ -277,20 +290,25 @@ def _array_records(
 
 
 class _ArrayReader:
-    """The text of a JSON array, read part by part, so that the file is never held whole."""
+    """Reads a JSON array in parts, so that the whole file is never in memory."""
 
     def __init__(self, path: str | Path, file: TextIO, line_number: int) -> None:
-        self.line_number = line_number  # of `_counted`
+        # The line of the character at `_counted`.
+        self.line_number = line_number
         self._path = path
         self._file = file
         self._decoder = json.JSONDecoder()
+        # The part of the file that is in memory.
         self._text = ""
-        self._position = 0  # of the next character in the text
-        self._counted = 0  # up to this position line breaks are counted
+        # Position of the next character in `_text`.
+        self._position = 0
+        # Line breaks in `_text` are counted up to this position.
+        self._counted = 0
+        # The end of the file was reached.
         self._is_at_end = False
 
     def next_character(self) -> str:
-        """Skip spaces, and return the character behind them; empty at the end of the file."""
+        """Skip spaces and return the next character, or "" at the end of the file."""
         while True:
             self._position = _space.match(self._text, self._position).end()  # pyright: ignore[reportOptionalMemberAccess]
             self.line_number += self._text.count("\n", self._counted, self._position)
@@ -302,12 +320,12 @@ class _ArrayReader:
                 return ""
 
     def decode_record(self) -> object:
-        """Decode the record that begins at the position, and stand behind it."""
+        """Return the record that begins at the current position, and move behind it."""
         while True:
             try:
                 decoded, end = self._decoder.raw_decode(self._text, self._position)
                 record = _texts_in_one_form(decoded)
-                # At the end of the text a number may go on.
+                # At the end of `_text`, a number may be incomplete.
                 if end < len(self._text) or self._is_at_end:
                     self._position = end
                     return record
@@ -318,7 +336,7 @@ class _ArrayReader:
             self._read_on()
 
     def end_record(self) -> None:
-        """Step over the comma after a record.
+        """Move behind the comma after a record.
 
         Raises UserError if neither a comma nor the end of the array follows.
         """
@@ -332,19 +350,19 @@ class _ArrayReader:
             )
 
     def _check_incomplete(self, error: json.JSONDecodeError) -> None:
-        """Raise UserError unless the record may be valid when more of it is read."""
+        """Raise UserError unless the record may become valid when more of the file is read."""
         error_line = self.line_number + self._text.count("\n", self._counted, error.pos)
         if self._is_at_end:
             raise _no_record(self._path, error_line, error) from error
         if len(self._text) - self._position > MAX_RECORD_CHARACTERS:
             raise UserError(
-                f"{self._path}, line {self.line_number}: no JSON record that ends within "
+                f"{self._path}, line {self.line_number}: the JSON record does not end within "
                 f"{MAX_RECORD_CHARACTERS:,} characters ({error.msg} in line {error_line}); "
                 f"expected {FORMATS}"
             ) from error
 
     def _read_on(self) -> None:
-        """Drop the text whose lines are counted, and read the next part of the file."""
+        """Read the next part of the file, and drop the text whose line breaks are counted."""
         part = self._file.read(READ_CHARACTERS)
         self._text = self._text[self._counted :] + part
         self._position -= self._counted
@@ -353,7 +371,7 @@ class _ArrayReader:
 
 
 def _no_record(path: str | Path, line: int, error: ValueError | RecursionError) -> UserError:
-    """Return the error for a text that is no JSON."""
+    """Return the error for a text that is not JSON."""
     if isinstance(error, json.JSONDecodeError):
         reason = error.msg
     elif isinstance(error, RecursionError):

@@ -1,9 +1,8 @@
-"""Passages by their embeddings: queries are embedded and searched by inner product.
+"""Dense search: embed queries, and find the passages with the largest inner products.
 
-They are searched among the embeddings of a corpus or of a few texts.
-
-Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at
-on the devices of JAX (`exact.py`), and ScaNN (`scann.py`).
+`VectorSearch` is the interface of a search over the embeddings of a corpus. There are two: `exact.py`
+scores every embedding on JAX devices, and `scann.py` searches approximately on the CPU. `ranked`
+and `best_rows` search among a few texts in numpy.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,19 @@ if TYPE_CHECKING:
 
 
 class VectorSearch(Protocol):
+    """A search over the embeddings of a corpus."""
+
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the scores and positions of the k best rows of each query, both [queries, k].
 
-        `queries` are float32 [queries, dimension]. The best row comes first; the position is -1
-        where there is no further one.
+        `queries` are [queries, dimension], float32. The best row comes first. If fewer than k rows
+        are found, the remaining positions are -1.
         """
         ...
 
 
 class DenseIndex(Index):
-    """A corpus that is searched by its embeddings."""
+    """An index that searches a corpus by embeddings."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class DenseIndex(Index):
 
 
 def _hits(positions: np.ndarray, scores: np.ndarray) -> Hits:
-    """Return the results of one query without the padding, whose positions are -1."""
+    """Return the results of one query. Padding, with the position -1, is left out."""
     return [
         (int(position), float(score))
         for position, score in zip(positions, scores, strict=True)
@@ -67,19 +68,20 @@ def _hits(positions: np.ndarray, scores: np.ndarray) -> Hits:
 
 
 def check_k(k: int, passages: Sequence[Passage]) -> None:
-    """Check that an index has k passages. Raises UserError."""
+    """Raise UserError unless k is between 1 and the number of passages."""
     if not 1 <= k <= len(passages):
         raise UserError(
-            f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}"
+            f"k is {k}, but the index holds {len(passages):,} passages: give 1 to {len(passages)}"
         )
 
 
 def ranked(
     embedder: "Embedder", query: str, texts: Sequence[str], vectors: np.ndarray | None = None
 ) -> list[int]:
-    """Return the positions of a few texts (an entity's triples), best first.
+    """Rank a few texts, such as the triples of an entity. Return their positions, best first.
 
-    `vectors` are the embeddings of the texts; without them they are embedded on the spot.
+    `vectors` are the embeddings of the texts, [texts, dimension]. Without them, the texts are
+    embedded in this call.
     """
     if vectors is None:
         vectors = embedder.embed(texts, "passage")
@@ -89,9 +91,10 @@ def ranked(
 
 
 def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores and positions of the k largest inner products, each [queries, k].
+    """Return the scores and positions of the k largest inner products, both [queries, k].
 
-    Equal scores are in the order of the rows. This is exact search in numpy.
+    `queries` are [queries, dimension] and `vectors` are [rows, dimension]. Equal scores are in the
+    order of the rows. This is exact search in numpy.
     """
     scores = queries @ vectors.T
     positions = np.argsort(-scores, axis=1, kind="stable")[:, :k]

@@ -1,10 +1,11 @@
-"""Maximum-inner-product search on the devices of JAX, which scores every row.
+"""Maximum-inner-product search on JAX devices. Every embedding is scored.
 
-The embeddings are split over the devices by rows. Each device scores its rows block by block and
-keeps the k best; the best of all devices are merged. `exact` finds what sorting all scores finds,
-with equal scores in the order of the corpus. With a recall target the k best of a block come from
-`jax.lax.approx_max_k` (Chern et al., 2022), which TPUs compute without a sort and other platforms
-exactly.
+The embeddings are split over the devices by rows. Each device scores its rows in blocks and keeps
+the k best. Then the best rows of all devices are merged.
+
+By default the result is that of a stable sort of all scores: rows with equal scores are in corpus
+order. With a recall target, the k best of each block come from `jax.lax.approx_max_k` (Chern et
+al., 2022). TPUs compute this approximately, without a sort. Other platforms compute it exactly.
 """
 
 import dataclasses
@@ -20,24 +21,27 @@ from jaxtyping import Array, Float, Int
 
 from mujica_jax.retrieval.text.vectors import Embeddings
 
-ROWS = "rows"  # the one axis of the mesh
-BLOCK_ROWS = 16_384  # scored at once: with 256 queries the scores take 16 MiB
-# Queries in one call of the program. Their number and k are rounded up to a power of two, so that
-# few programs are compiled.
+# Name of the only axis of the mesh.
+ROWS = "rows"
+# Number of rows that a device scores at once. With 256 queries, their scores take 16 MiB.
+BLOCK_ROWS = 16_384
+# The largest number of queries in one call of the compiled program. The number of queries and k are
+# rounded up to powers of two, so that few programs are compiled.
 MAX_QUERIES = 256
+# The number of rows in a block is a multiple of this, the lane width of a TPU.
 LANES = 128
 
 
 class ExactSearch:
-    """Embeddings in the memory of some devices."""
+    """A search over embeddings in the memory of JAX devices."""
 
     def __init__(
         self, embeddings: Embeddings, mesh: Mesh | None = None, recall_target: float | None = None
     ) -> None:
-        """Put the embeddings on the devices of `mesh`, whose one axis is `rows`.
+        """Put the embeddings on the devices of `mesh`, whose only axis is `rows`.
 
-        Without a mesh these are all devices of this process. A recall target allows approximate
-        search.
+        Without a mesh, all devices of this process are used. With a recall target (below 1), the
+        search may be approximate.
         """
         self.mesh = rows_mesh() if mesh is None else mesh
         self.rows = len(embeddings)
@@ -47,7 +51,7 @@ class ExactSearch:
         self._scales = None if embeddings.scales is None else self._place(embeddings.scales)
 
     def _place(self, values: np.ndarray) -> Array:
-        """Copy rows from the disk to the devices part by part, padded with zeros."""
+        """Copy rows from disk to the devices, one device at a time, padded with zeros."""
 
         def rows_of_device(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(self._padded_rows)
@@ -65,9 +69,9 @@ class ExactSearch:
     def search(
         self, queries: Float[np.ndarray, "queries dimension"], k: int
     ) -> tuple[Float[np.ndarray, "queries k"], Int[np.ndarray, "queries k"]]:
-        """Return the scores and positions of the k best rows, best first.
+        """Return the scores and positions of the k best rows of each query, best first.
 
-        `k` is at most the number of rows.
+        `k` must not exceed the number of rows.
         """
         assert 1 <= k <= self.rows, f"k is {k} of {self.rows} rows"
         scores = np.zeros((len(queries), k), np.float32)
@@ -86,14 +90,14 @@ class ExactSearch:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the next power of two: few sizes are few programs."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def rows_mesh(devices: Any = None) -> Mesh:
-    """Return a mesh with the one axis `rows`, by default over all devices of this process.
+    """Return a mesh with the single axis `rows`, by default over all devices of this process.
 
-    Each process of a job searches for itself.
+    In a job of several processes, each process searches on its own devices.
     """
     if devices is None:
         devices = jax.local_devices()
@@ -101,7 +105,10 @@ def rows_mesh(devices: Any = None) -> Mesh:
 
 
 def free_device_bytes() -> int | None:
-    """Return the free memory of a device of this process; None where it does not tell, as CPUs."""
+    """Return the free memory of one device of this process, in bytes.
+
+    Return None if the device does not report it, as CPUs.
+    """
     statistics = jax.local_devices()[0].memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return None
@@ -109,14 +116,14 @@ def free_device_bytes() -> int | None:
 
 
 def device_bytes(rows: int, row_bytes: int, devices: int) -> int:
-    """Return the bytes that rows of this size take on each of the devices, with padding."""
+    """Return the bytes that rows of `row_bytes` each take on each device, with padding."""
     return layout(rows, devices)[1] // devices * row_bytes
 
 
 def layout(rows: int, devices: int) -> tuple[int, int]:
-    """Return the rows of a block, and the rows in all with padding.
+    """Return the number of rows in a block, and the number of all rows with padding.
 
-    Every device has equally many blocks of this size.
+    With the padding, every device has the same number of blocks.
     """
     rows_per_device = -(-rows // devices)
     block_rows = min(BLOCK_ROWS, -(-rows_per_device // LANES) * LANES)
@@ -128,22 +135,24 @@ def layout(rows: int, devices: int) -> tuple[int, int]:
 def search_program(
     mesh: Mesh, block_rows: int, k: int, recall_target: float | None
 ) -> Callable[..., Any]:
-    """Return the jitted search for the k best rows, compiled once for each shape of queries.
+    """Return the jitted search for the k best rows. It is compiled once for each shape of queries.
 
-    It maps (vectors [rows, dimension], scales [rows] or None, queries [queries, dimension], number
-    of rows that count) to scores and positions, both [queries, k].
+    Its arguments are the vectors [rows, dimension], their scales [rows] or None, the queries
+    [queries, dimension], and the number of rows without padding. It returns scores and positions,
+    both [queries, k].
     """
     return jax.jit(_Program(mesh, block_rows, k=k, recall_target=recall_target).search)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The search for the k best rows: block by block on each device, then over all devices."""
+    """The search for the k best rows: in blocks on each device, then over all devices."""
 
     mesh: Mesh
     block_rows: int
     k: int
-    recall_target: float | None  # None: exact search
+    # None searches exactly.
+    recall_target: float | None
 
     def search(
         self,
@@ -163,7 +172,7 @@ class _Program:
         )
         best = search_devices(vectors, scales, queries, count)
 
-        # Gather the best of every device, and merge them.
+        # Gather the best rows of every device, and merge them.
         best = jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, on_all_devices))
         scores, positions = best
         return _best_of(scores, positions, k=self.k)
@@ -176,18 +185,19 @@ class _Program:
         first_row = jax.lax.axis_index(ROWS) * device_rows
 
         def add_block(best: tuple[Array, Array], block: Array) -> tuple[tuple[Array, Array], None]:
-            """Merge the best of one block into the best so far."""
+            """Merge the best rows of one block into the best so far."""
             start = block * self.block_rows
             rows = jax.lax.dynamic_slice_in_dim(vectors, start, self.block_rows)
             scores = self._scores(queries, rows.astype(jnp.float32))
             if scales is not None:
                 scores = scores * jax.lax.dynamic_slice_in_dim(scales, start, self.block_rows)
 
-            # Padding never wins.
+            # Padding rows get the score -inf, so that they are never among the best.
             positions = first_row + start + jnp.arange(self.block_rows, dtype=jnp.int32)
             scores = jnp.where(positions < count, scores, -jnp.inf)
 
-            # A block stands behind the earlier ones: of equal scores the first position wins.
+            # Append the block to the best of earlier blocks. For equal scores, top_k takes the
+            # first one, which has the lower position.
             block_scores, places = self._best_of_block(scores)
             all_scores = jnp.concatenate([best[0], block_scores], axis=1)
             all_positions = jnp.concatenate([best[1], positions[places]], axis=1)
@@ -195,7 +205,7 @@ class _Program:
 
         shape = (queries.shape[0], self.k)
         no_rows = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
-        # Each device has its own best.
+        # The scan's carry differs between devices, so its start must be marked as varying too.
         no_rows = jax.lax.pcast(no_rows, (ROWS,), to="varying")
         best, _ = jax.lax.scan(add_block, no_rows, jnp.arange(device_rows // self.block_rows))
         return best
@@ -203,15 +213,18 @@ class _Program:
     def _scores(self, queries: Array, rows: Array) -> Array:
         """Return the inner products, [queries, rows].
 
-        Products are of float32: a bfloat16 vector is exact in it, and so is an integer. Approximate
-        search may round queries too.
+        Exact search multiplies in float32, in which bfloat16 values and int8 integers are exact.
+        Approximate search may also round the queries.
         """
         is_exact = self.recall_target is None
         precision = jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT
         return jnp.matmul(queries, rows.T, precision=precision)
 
     def _best_of_block(self, scores: Array) -> tuple[Array, Array]:
-        """Return the best scores of a block with their places in it, [queries, at most k]."""
+        """Return the best scores of a block and their places in the block.
+
+        Both are [queries, k], or [queries, block_rows] if the block has fewer than k rows.
+        """
         block_k = min(self.k, self.block_rows)
         if self.recall_target is None:
             return jax.lax.top_k(scores, block_k)
@@ -219,6 +232,6 @@ class _Program:
 
 
 def _best_of(scores: Array, positions: Array, k: int) -> tuple[Array, Array]:
-    """Return the k best scores of each query with their positions."""
+    """Return the k best scores of each query and their positions, both [queries, k]."""
     best_scores, places = jax.lax.top_k(scores, k)
     return best_scores, jnp.take_along_axis(positions, places, axis=1)

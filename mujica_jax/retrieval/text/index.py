@@ -1,7 +1,9 @@
-"""Indexes on disk: built of a corpus, opened again as what they are.
+"""Build indexes of passages on disk, and open them.
 
-build(folder, kind="exact", corpus=[...], embedder=...)    a killed build goes on where it was
-open_index(folder)
+    build(folder, IndexSpec(kind="exact", corpus=(...), embedder=...), reporter)
+    open_index(folder)
+
+A build that was killed continues where it stopped, when it is started again.
 """
 
 import dataclasses
@@ -48,19 +50,21 @@ from mujica_jax.retrieval.text.vectors import (
 )
 from mujica_jax.runtime.host_memory import available_bytes
 
-Kind = Literal["auto", "exact", "bm25", "scann"]  # auto: exact or scann, by the number of passages
+# "auto" becomes "exact" or "scann", depending on the number of passages.
+Kind = Literal["auto", "exact", "bm25", "scann"]
 
-# A dense index of kind auto is exact up to this many passages and ScaNN above it.
+# A dense index of kind auto is exact up to this number of passages, and ScaNN above it.
 MAX_EXACT_PASSAGES = 100_000
-# Memory that loading a ScaNN index may take, as a multiple of its files: they are read and then
-# laid out anew.
+# Loading a ScaNN index may take this multiple of the size of its files: the files are read, and
+# then copied into another layout.
 LOADING_FACTOR = 2
 
+# File that holds the number of passages and of skipped records.
 COUNTS = "corpus.json"
 BM25_FOLDER = "bm25"
 SCANN_FOLDER = "scann"
-# What embeddings depend on. A manifest without prefixes means those that follow from the embedder's
-# name.
+# Keys of a plan on which embeddings depend. If a manifest has no prefixes, they follow from the
+# embedder's name.
 DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
 
 
@@ -69,26 +73,32 @@ class IndexSpec:
     """The sources and the settings of an index."""
 
     kind: Kind
+    # Files of the corpus, local or in a bucket.
     corpus: tuple[str, ...] = ()
-    # an index whose passages and embeddings are taken, instead of a corpus and an embedder
+    # Directory of another index, whose passages and embeddings are used instead of a corpus.
     source: str | None = None
-    skip: bool = False  # leave out bad passages and count them, instead of refusing the corpus
-    tokeniser: Tokeniser = "default"  # bm25 only
-    embedder: EmbedderFolder | None = None  # all others
+    # Leave out and count bad passages, instead of raising an error.
+    skip: bool = False
+    # How text is split into words (kind bm25 only).
+    tokeniser: Tokeniser = "default"
+    # The model that embeds passages and queries (all kinds except bm25).
+    embedder: EmbedderFolder | None = None
+    # Number format of stored embeddings.
     storage: Storage = "bfloat16"
-    recall_target: float | None = None  # exact only: search approximately
+    # Recall target of approximate search on accelerators. None searches exactly (kind exact only).
+    recall_target: float | None = None
 
     def plan(self) -> dict[str, Any]:
-        """Return everything that the content of the index depends on."""
+        """Return everything on which the content of the index depends. Raises UserError."""
         plan = self.plan_of_kind(self.kind)
 
-        # Another index decides how its passages were embedded.
+        # If embeddings are taken from another index, its manifest says how they were made.
         if self.source is not None:
             source_manifest = read_manifest(self.source)
             if "embedder" not in source_manifest:
                 raise UserError(
                     f"the index {self.source} is of kind {source_manifest['kind']} and has no "
-                    "embeddings: give a dense one"
+                    "embeddings: give an index of kind exact or scann"
                 )
             plan["prefixes"] = None
             for name in DENSE_PLAN:
@@ -109,7 +119,7 @@ class IndexSpec:
         return plan
 
     def plan_of_kind(self, kind: str) -> dict[str, Any]:
-        """Return the part of the plan that the kind decides."""
+        """Return the part of the plan that depends on the kind."""
         plan: dict[str, Any] = {"kind": kind}
         if kind == "exact":
             plan["recall_target"] = self.recall_target
@@ -117,20 +127,23 @@ class IndexSpec:
 
 
 def choose_kind(passages: int) -> tuple[Kind, str]:
-    """Return the kind of a dense index of this many passages, and the sentence that says why."""
+    """Return the kind of a dense index of this number of passages, and a sentence that says why."""
     if passages <= MAX_EXACT_PASSAGES:
-        reason = f"ScaNN above {MAX_EXACT_PASSAGES:,}; --kind scann builds the other"
+        reason = f"ScaNN above {MAX_EXACT_PASSAGES:,}; --kind scann builds a ScaNN index anyway"
         return "exact", f"{passages:,} passages: an exact index ({reason})"
     try:
         package()
     except ScannMissingError as missing:
         return "exact", f"{passages:,} passages: an exact index, because {missing.reason}"
-    reason = f"exact up to {MAX_EXACT_PASSAGES:,}; --kind exact builds the other"
+    reason = f"exact up to {MAX_EXACT_PASSAGES:,}; --kind exact builds an exact index anyway"
     return "scann", f"{passages:,} passages: a ScaNN index ({reason})"
 
 
 def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
-    """Return the manifest, and whether the index was there already."""
+    """Build an index. Return its manifest, and whether it was finished already.
+
+    `folder` is the directory of the index. `reporter` shows the progress. Raises UserError.
+    """
     plan = spec.plan()
     with building(folder, plan) as finished:
         manifest = read_manifest(folder) if finished else _build(folder, spec, plan, reporter)
@@ -142,27 +155,27 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
 def _build(
     folder: Path, spec: IndexSpec, plan: dict[str, Any], reporter: Reporter
 ) -> dict[str, Any]:
-    """Build what an earlier start left undone, and return the manifest."""
+    """Build all parts that earlier starts have not finished, and return the manifest."""
     start_time = time.monotonic()
     kind = read_json(folder / PLAN)["kind"]
     if kind == "scann":
-        # A missing ScaNN is reported before hours of embedding.
+        # Report a missing ScaNN package now, before hours of embedding.
         package()
 
-    # Get passages, and maybe embeddings, from another index or from the corpus.
+    # Take passages and embeddings from another index, or read passages from the corpus.
     if spec.source is not None:
         _copy_source(Path(spec.source), folder)
     counts = _write_corpus(folder, spec, reporter)
     passages = PassageFile(folder / FILE)
 
-    # The kind is chosen once: from here on plan.json has it, whatever a later start would choose.
+    # Choose the kind only once and store it in plan.json, so that later starts continue with it.
     if kind == AUTO:
         kind, why = choose_kind(len(passages))
         reporter.line(why)
         plan = {**plan, **spec.plan_of_kind(kind)}
         write_json(folder / PLAN, plan)
     elif spec.kind == AUTO:
-        reporter.line(f"{folder} was begun as an index of kind {kind} and continues as one")
+        reporter.line(f"{folder} was started as an index of kind {kind}; continuing with it")
         plan = {**plan, **spec.plan_of_kind(kind)}
 
     description: dict[str, Any] = {**plan, **counts}
@@ -174,7 +187,8 @@ def _build(
         embeddings = _embed(folder, passages, plan, spec, reporter)
         if kind == "scann":
             description["scann"] = _partition(folder, embeddings, reporter)
-    description["seconds"] = round(time.monotonic() - start_time, 1)  # of the last start
+    # Duration of the last start of the build.
+    description["seconds"] = round(time.monotonic() - start_time, 1)
     return commit(folder, description)
 
 
@@ -184,18 +198,19 @@ def open_index(
     prefixes: str | None = None,
     recall_target: float | None = None,
 ) -> Index:
-    """Open an index after every file of it was compared with its checksum.
+    """Check all files of an index against their checksums, and open it. Raises UserError.
 
-    `embedder` and `prefixes` replace those that the index was built with; the embedder must be the
-    same one. `recall_target` below 1 lets the accelerator search approximately. Rows of kind exact
-    lie on the devices of this process.
+    `embedder` and `prefixes` say where the embedder is now, if it has moved since the build. It
+    must be the same embedder. With a `recall_target` below 1, accelerators may search an index of
+    kind exact approximately. The embeddings of an index of kind exact are loaded onto the devices
+    of this process.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if "passages" not in manifest:
         raise UserError(
-            f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one "
-            "that does"
+            f"the index {folder} is of kind {manifest['kind']} and holds no passages: give an "
+            "index of kind bm25, exact or scann"
         )
     passages = PassageFile(folder / FILE)
     version = manifest["version"]
@@ -208,8 +223,8 @@ def open_index(
     if manifest["kind"] == "scann":
         if recall_target is not None:
             raise UserError(
-                f"a recall target is given and the index {folder} is of kind scann, which has its "
-                "own: leave it out"
+                f"a recall target of {recall_target} is set, but the index {folder} is of kind "
+                "scann, which does not use it: leave the recall target out"
             )
         vectors = _load_scann(folder, manifest, rows=len(passages))
     else:
@@ -222,9 +237,9 @@ def open_index(
 def _embedder_of(
     folder: Path, manifest: Mapping[str, Any], name: str | None, prefixes: str | None
 ) -> EmbedderFolder:
-    """Return the embedder of an index's queries.
+    """Return the embedder for queries to an index.
 
-    Raises UserError if the index's passages were embedded with another one.
+    Raises UserError if the passages of the index were embedded with another embedder.
     """
     embedder_name = manifest["embedder"] if name is None else name
     embedder_prefixes = manifest.get("prefixes") if prefixes is None else prefixes
@@ -232,19 +247,19 @@ def _embedder_of(
         embedder = find_embedder(embedder_name, embedder_prefixes)
     except UserError as error:
         raise UserError(
-            f"the index {folder} was built with {manifest['embedder']}, and {error}"
+            f"the index {folder} was built with the embedder {manifest['embedder']}, but {error}"
         ) from error
     check_embedder(folder, manifest, embedder)
     return embedder
 
 
 def _load_scann(folder: Path, manifest: Mapping[str, Any], rows: int) -> ScannSearch:
-    """Load ScaNN's files of an index. Say what to do instead where ScaNN is missing."""
+    """Load the ScaNN files of an index. Raises UserError with advice if ScaNN is missing."""
     try:
         return ScannSearch.load(folder / SCANN_FOLDER, rows, ScannParameters(**manifest["scann"]))
     except ScannMissingError as missing:
         raise UserError(
-            f"the index {folder} is of kind scann and {missing.reason}: build an exact one of "
+            f"the index {folder} is of kind scann, but {missing.reason}: build an exact index of "
             f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
             "exact --out DIR`), or open it on Linux x86-64"
         ) from missing
@@ -268,37 +283,37 @@ def _load_exact(
     free_bytes = exact.free_device_bytes()
     if free_bytes is not None and needed_bytes > free_bytes:
         raise UserError(
-            f"the index {folder} of kind exact takes {needed_bytes / 1e9:.1f} GB on each of "
-            f"{devices} devices and {free_bytes / 1e9:.1f} are free: let `python -m "
-            "mujica_jax.index serve` search it on a machine that holds it and give the address as "
-            f"the index, or build one of kind scann (`build --embeddings {folder} --kind scann`)"
+            f"the index {folder} of kind exact needs {needed_bytes / 1e9:.1f} GB on each of "
+            f"{devices} devices, but {free_bytes / 1e9:.1f} GB are free: run `python -m "
+            "mujica_jax.index serve` on a machine with more memory and give its address as the "
+            f"index, or build one of kind scann (`build --embeddings {folder} --kind scann`)"
         )
     return exact.ExactSearch(embeddings, recall_target=recall_target)
 
 
 def read_kind(folder: str | Path) -> str:
-    """Return the kind of the index in a directory. Its files are not checked."""
+    """Return the kind of the index in a directory, without a check of its files."""
     return read_manifest(folder, check=False)["kind"]
 
 
 def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: EmbedderFolder) -> None:
-    """Check that queries are embedded as the passages were."""
+    """Raise UserError unless `embedder` is the one that embedded the index's passages."""
     current = {"dimension": embedder.dimension, "embedder_version": embedder.version}
     for name, current_value in current.items():
         if manifest[name] != current_value:
             property_name = name.removeprefix("embedder_")
             raise UserError(
                 f"the index {folder} was built with the embedder {manifest['embedder']} "
-                f"({property_name} {manifest[name]}) and the embedder {embedder.name} has "
-                f"{property_name} {current_value}: name the one it was built with, its prefixes "
-                "as well, or build it again"
+                f"({property_name} {manifest[name]}), but the embedder {embedder.name} has "
+                f"{property_name} {current_value}: give the embedder of the build, with its "
+                "prefixes, or build the index again"
             )
 
 
 def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str, Any]:
-    """Write the corpus as an Arrow file, and return its counts.
+    """Write the corpus as an Arrow file, and return the counts of passages and skipped records.
 
-    The counts are written before the file takes its name.
+    The counts are written before the Arrow file gets its final name. If the file exists, so do they.
     """
     if (folder / FILE).exists():
         return read_json(folder / COUNTS)
@@ -325,20 +340,21 @@ def _embed(
     spec: IndexSpec,
     reporter: Reporter,
 ) -> Embeddings:
-    """Embed the passages that an earlier start left, and return all embeddings."""
+    """Embed all passages that earlier starts have not embedded, and return all embeddings."""
     if encoded_rows(folder) == len(passages):
-        # The embedder need not be loaded.
+        # Everything is embedded already, so the embedder need not be loaded.
         return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
-    assert spec.embedder is not None, "what is taken from another index is whole"
+    assert spec.embedder is not None, "embeddings taken from another index are complete"
     with reporter.stage("embedding", total=len(passages), unit="passages") as stage:
         embedder = spec.embedder.load(_data_mesh())
         return encode(passages, embedder, folder, storage=spec.storage, on_rows=stage.update)
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
-    """Build ScaNN's files, and return their parameters.
+    """Build the ScaNN files, and return their parameters.
 
-    The folder takes its name when all files are written. Until then a killed build continues them.
+    The files are written into a temporary folder, which gets its final name when all are complete.
+    A killed build continues in the temporary folder.
     """
     parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
     unfinished = folder / f".{SCANN_FOLDER}.new"
@@ -353,20 +369,20 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
 
 
 def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """Measure the recall of a finished ScaNN index beside exact search.
+    """Measure the recall of a finished ScaNN index, compared with exact search.
 
-    Return the manifest with the recall, which is also written to disk. This comes last, when the
-    index is already whole, so a host that cannot hold the index in memory has built it too. If it
-    cannot be measured, the reason is returned in place of the recall and not written, so that the
-    next start of the build tries again.
+    Return the manifest with the recall, and write it to disk. The index is already finished, so a
+    host with too little memory for the measurement can still build it. If the recall cannot be
+    measured, the returned manifest has the reason in its place. It is not written to disk, so that
+    the next start of the build tries again.
     """
     file_bytes = sum(path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir())
     needed_bytes = LOADING_FACTOR * file_bytes
     free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         reason = (
-            f"loading the index may take {needed_bytes / 1e9:.1f} GB of memory and "
-            f"{free_bytes / 1e9:.1f} are free"
+            f"loading the index may take {needed_bytes / 1e9:.1f} GB of memory, but "
+            f"{free_bytes / 1e9:.1f} GB are free"
         )
         return {**manifest, RECALL: {"unmeasured": reason}}
     embeddings = open_embeddings(
@@ -386,7 +402,8 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
 def _copy_source(source: Path, folder: Path) -> None:
     """Put the passages and embeddings of another index into this one.
 
-    They are linked, not copied, where the file system can. Counts come before passages.
+    Files are linked, or copied if the file system has no hard links. The counts come before the
+    passages, because `_write_corpus` expects them if the passages exist.
     """
     paths = [*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE]
     for path in paths:
@@ -403,9 +420,9 @@ def _copy_source(source: Path, folder: Path) -> None:
 
 
 def _data_mesh() -> Any:
-    """Return a mesh on which each device of this process embeds its share of a batch.
+    """Return a mesh of all devices of this process, each of which embeds a part of a batch.
 
-    It is None for a single device.
+    Return None if there is only one device.
     """
     import jax
 

@@ -1,8 +1,11 @@
-"""Recall of an index, in percent.
+"""Measure the recall of an index, in percent.
 
-- Of gold titles: the mean share of a question's gold titles among the titles of its first k
-  passages.
-- Beside exact search: the mean share of the k nearest passages that an approximate search finds.
+- `measure_recall`: recall of gold titles. For each question, it is the share of its gold titles
+  that are among the titles of its first k passages.
+- `measure_beside_exact`: recall of an approximate search. For each query, it is the share of the k
+  nearest passages that the search finds.
+
+Both are means over all questions or queries.
 """
 
 import time
@@ -17,20 +20,24 @@ from mujica_jax.retrieval.text.corpus_records import check_text, read_records
 from mujica_jax.retrieval.text.dense import VectorSearch, check_k
 from mujica_jax.retrieval.text.vectors import Embeddings
 
-Question = tuple[str, set[str]]  # its text and its gold titles
+# The text of a question and its gold titles.
+Question = tuple[str, set[str]]
 
+# Number k of nearest passages in `measure_beside_exact`.
 NEIGHBOURS = 10
-QUERIES = 500  # of a corpus that has as many passages: a recall near 97 is known to about 0.5
-SCORED_ROWS = 32_768  # at once
+# Number of queries in `measure_beside_exact`. A recall near 97 is then known to about 0.5 points.
+QUERIES = 500
+# Number of embeddings that exact search scores at once.
+SCORED_ROWS = 32_768
 
 
 def measure_recall(
     index: Index, folder: str, questions: Sequence[Question], file: str, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Measure the recall of gold titles among the first k passages, for each of `ks`.
+    """Return the recall of gold titles among the first k passages, for each k of `ks`.
 
-    `folder` is the index's, `file` the questions'. Raises UserError where the index has none of
-    their gold titles.
+    Messages name the directory `folder` of the index and the file of the questions. Raises
+    UserError if the index has none of the gold titles.
     """
     check_k(min(ks), index.passages)
     check_k(max(ks), index.passages)
@@ -45,7 +52,7 @@ def measure_recall(
     if unknown_titles == gold_titles:
         raise UserError(
             f"none of the {len(gold_titles):,} gold titles of {file} is a title in {folder}: give "
-            "the questions of its corpus"
+            "questions that belong to the corpus of this index"
         )
 
     # Search for all questions.
@@ -67,7 +74,7 @@ def measure_recall(
         result[f"recall@{k}"] = round(100 * share_sum / len(questions), 2)
     result["questions"] = len(questions)
     result["passages"] = len(index.passages)
-    # Gold titles that the index does not have, so that no search finds them.
+    # Gold titles that the index does not have. No search can find them.
     result["unknown_titles"] = len(unknown_titles)
     result["encode_seconds"] = round(encoded_time - start_time, 3)
     result["search_seconds"] = round(end_time - encoded_time, 3)
@@ -77,11 +84,12 @@ def measure_recall(
 def measure_beside_exact(
     search: VectorSearch, embeddings: Embeddings, on_rows: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Return the recall of a search beside exact search over the same embeddings.
+    """Return the recall of a search, compared with exact search over the same embeddings.
 
-    The result also has the number of queries and k. The queries are embeddings of passages, drawn
+    The result also holds k and the number of queries. The queries are embeddings of passages, drawn
     with a fixed seed. A passage does not count as its own neighbour, because every search finds it.
-    A corpus of one passage has no neighbours and counts as 100 percent.
+    A corpus of one passage has no neighbours and gives 100 percent. `on_rows` is called with the
+    number of embeddings that exact search has scored.
     """
     rows = len(embeddings)
     k = min(NEIGHBOURS, rows - 1)
@@ -100,9 +108,9 @@ def measure_beside_exact(
 
 
 def is_measured(recall: object) -> bool:
-    """Return whether a value of a manifest is a result of `measure_beside_exact`.
+    """Return whether a value in a manifest has the form of a result of `measure_beside_exact`.
 
-    No checksum covers it.
+    The recall is not covered by a checksum, so it is checked here.
     """
     if not isinstance(recall, dict) or set(recall) != {"percent", "k", "queries"}:
         return False
@@ -116,9 +124,10 @@ def _exact_neighbours(
     k: int,
     on_rows: Callable[[int], None],
 ) -> np.ndarray:
-    """Return the positions of the k largest products of each query, [queries, k].
+    """Return the positions of the k rows with the largest inner products, [queries, k].
 
-    A query's own passage is not among them.
+    `queries` are [queries, dimension]. `positions` are the rows from which they were taken; a
+    query's own row is left out.
     """
     best_scores = np.full((len(queries), k), -np.inf, np.float32)
     best_positions = np.full((len(queries), k), -1, np.int64)
@@ -127,8 +136,7 @@ def _exact_neighbours(
         is_inside = (positions >= start) & (positions < start + len(rows))
         scores[is_inside, positions[is_inside] - start] = -np.inf
 
-        # The best so far are joined by those of the chunk; no more than k of it can be among the
-        # best of all.
+        # Merge the best rows so far with the k best of this chunk.
         columns = np.argpartition(-scores, min(k, len(rows)) - 1, axis=1)[:, :k]
         chunk_scores = np.take_along_axis(scores, columns, axis=1)
         all_scores = np.concatenate([best_scores, chunk_scores], axis=1)
@@ -141,18 +149,19 @@ def _exact_neighbours(
 
 
 def read_questions(file: str) -> list[Question]:
-    """Read records with `question` and `supporting_facts`.
+    """Read the questions of a file, whose records have `question` and `supporting_facts`.
 
-    The latter are titles, or as official records have it a title and a sentence each.
+    Each supporting fact is a title or, as in the official data sets, a list of a title and a
+    sentence number. Raises UserError if the file has no question or a bad record.
     """
     questions = list(_questions(file))
     if not questions:
-        raise UserError(f"{file} holds no question: give a file with at least one")
+        raise UserError(f"{file} holds no question: give a file with at least one question")
     return questions
 
 
 def _questions(file: str) -> Iterator[Question]:
-    """Yield each question with its gold titles. Raise UserError with the line of a bad record."""
+    """Yield each question with its gold titles. Raises UserError with the line of a bad record."""
     for line, record in read_records(file):
         text: Any = None
         facts: Any = None
@@ -175,7 +184,7 @@ def _questions(file: str) -> Iterator[Question]:
 
 
 def _titles_of(facts: Any) -> list[Any]:
-    """Return the titles of supporting facts, not yet checked."""
+    """Return the titles of supporting facts. Their types are unchecked."""
     titles: list[Any] = []
     if isinstance(facts, list):
         for fact in facts:

@@ -1,10 +1,16 @@
-"""Embeddings of a corpus on disk, mapped when they are read.
+"""Write the embeddings of a corpus to disk, and map them into memory for reading.
 
-They are written chunk by chunk, so a build that was killed can continue.
+Embeddings are written in chunks, so that a killed build can continue. They are stored as
 
-embeddings.bfloat16                   [rows, dimension], or
-embeddings.int8, embeddings.scales    x = scale * integer, one float32 scale a row: half the bytes,
-                                      and off by at most 1/254 of the row's largest value
+    embeddings.bfloat16     [rows, dimension]
+
+or, in half the bytes, as
+
+    embeddings.int8         [rows, dimension]
+    embeddings.scales       [rows], float32
+
+where a value is its integer times the scale of its row. The error is at most 1/254 of the largest
+absolute value in the row.
 """
 
 import contextlib
@@ -27,7 +33,9 @@ if TYPE_CHECKING:
 
 Storage = Literal["bfloat16", "int8"]
 
-CHUNK_ROWS = 2048  # embedded, then written: what a kill may cost
+# Number of passages that are embedded before they are written. A kill loses at most one chunk.
+CHUNK_ROWS = 2048
+# File that holds the number of rows written so far.
 PROGRESS = "encoded.json"
 SCALES = "embeddings.scales"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
@@ -35,12 +43,11 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """Embeddings, [rows, dimension], of bfloat16, or of int8 with a scale for each row.
+    """Embeddings of passages. The arrays are usually mapped from disk."""
 
-    They are on disk unless a test made them.
-    """
-
+    # [rows, dimension], bfloat16 or int8.
     vectors: np.ndarray
+    # [rows], float32: the scale of each row of int8 vectors. None for bfloat16.
     scales: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -48,16 +55,17 @@ class Embeddings:
 
     @property
     def dimension(self) -> int:
+        """The number of values in an embedding."""
         return self.vectors.shape[1]
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row, its scale included."""
+        """The bytes of one row, with its scale."""
         scale_bytes = 0 if self.scales is None else self.scales.itemsize
         return self.dimension * self.vectors.itemsize + scale_bytes
 
     def float32(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return some rows, [stop - start, dimension], in memory."""
+        """Return the rows from `start` up to `stop` as float32 in memory, [rows, dimension]."""
         rows = slice(start, stop)
         vectors = np.asarray(self.vectors[rows], np.float32)
         if self.scales is None:
@@ -65,14 +73,14 @@ class Embeddings:
         return vectors * self.scales[rows, None]
 
     def of_length_1(self) -> bool:
-        """Return whether the first rows have length 1, up to the rounding of bfloat16."""
+        """Return whether the first 1,000 rows have length 1, up to the rounding of bfloat16."""
         lengths = np.linalg.norm(self.float32(0, 1000), axis=1)
         return bool((np.abs(lengths - 1) < 0.01).all())
 
     def chunks(self, rows: int, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the position and the float32 values of each chunk of rows, from `start` on.
+        """Yield the first position and the float32 values of each chunk of `rows` rows.
 
-        What was read does not stay in memory.
+        `start` is the first row. Mapped pages are released after each chunk.
         """
         while start < len(self):
             yield start, self.float32(start, start + rows)
@@ -83,7 +91,7 @@ class Embeddings:
 
 
 def open_embeddings(folder: Path, rows: int, dimension: int, storage: Storage) -> Embeddings:
-    """Map the embeddings of a folder."""
+    """Return the embeddings in a folder, mapped into memory for reading."""
     vectors = np.memmap(_file(folder, storage), DTYPES[storage], "r", shape=(rows, dimension))
     if storage == "bfloat16":
         return Embeddings(vectors)
@@ -92,7 +100,10 @@ def open_embeddings(folder: Path, rows: int, dimension: int, storage: Storage) -
 
 
 def compressed(vectors: np.ndarray, storage: Storage) -> Embeddings:
-    """Return float32 vectors, [rows, dimension], as they are stored. A row of zeros has scale 0."""
+    """Return float32 vectors, [rows, dimension], in their stored form.
+
+    With int8, a row of zeros gets the scale 0.
+    """
     if storage == "bfloat16":
         return Embeddings(vectors.astype(ml_dtypes.bfloat16))
     scales = (np.abs(vectors).max(axis=1, initial=0.0) / 127).astype(np.float32)
@@ -102,7 +113,7 @@ def compressed(vectors: np.ndarray, storage: Storage) -> Embeddings:
 
 
 def encoded_rows(folder: Path) -> int:
-    """Return how many rows an earlier start has embedded."""
+    """Return how many rows earlier starts of the build have embedded."""
     if not (folder / PROGRESS).exists():
         return 0
     return read_json(folder / PROGRESS)["rows"]
@@ -115,9 +126,10 @@ def encode(
     storage: Storage,
     on_rows: Callable[[int], None] = lambda done: None,
 ) -> Embeddings:
-    """Embed the passages that are not embedded yet, and return all embeddings.
+    """Embed all passages that are not embedded yet, and return all embeddings.
 
-    A chunk counts once its bytes are on disk and `encoded.json` says so.
+    A chunk counts when its bytes are on disk and `encoded.json` holds the new number of rows.
+    `on_rows` is called with the number of rows embedded so far.
     """
     rows_done = encoded_rows(folder)
     bytes_per_row = {_file(folder, storage): embedder.dimension * DTYPES[storage].itemsize}
@@ -125,20 +137,20 @@ def encode(
         bytes_per_row[folder / SCALES] = np.dtype(np.float32).itemsize
 
     with contextlib.ExitStack() as stack:
-        # Open the files behind the last whole chunk: a kill may have left a part of the next one.
+        # Cut the files after the last complete chunk. A kill may have left a part of the next one.
         files = [stack.enter_context(open(path, "ab")) for path in bytes_per_row]
         for file, width in zip(files, bytes_per_row.values(), strict=True):
             counted_bytes = rows_done * width
             size = file.seek(0, os.SEEK_END)
             if size < counted_bytes:
                 raise UserError(
-                    f"{file.name} has {size:,} bytes and {PROGRESS} counts {counted_bytes:,}: "
+                    f"{file.name} has {size:,} bytes, but {PROGRESS} counts {counted_bytes:,}: "
                     f"remove {folder} and build again"
                 )
             file.truncate(counted_bytes)
         on_rows(rows_done)
 
-        # Embed chunk after chunk.
+        # Embed and write one chunk at a time.
         while rows_done < len(passages):
             chunk = passages[rows_done : rows_done + CHUNK_ROWS]
             texts = [passage.contents for passage in chunk]
@@ -155,10 +167,13 @@ def encode(
 
 
 def _counted_from(first_row: int, on_rows: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that adds the rows before a chunk to those done within it."""
+    """Return a callback for one chunk, which reports the rows of the whole corpus.
+
+    It is called with the rows done in the chunk, and adds the rows before the chunk.
+    """
     return lambda rows_of_chunk: on_rows(first_row + rows_of_chunk)
 
 
 def _file(folder: Path, storage: Storage) -> Path:
-    """Return the path of the vectors."""
+    """Return the path of the file of vectors."""
     return folder / f"embeddings.{storage}"

@@ -3,13 +3,13 @@
     python -m mujica_jax.tasks.prepare hotpotqa --from DIR
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
 
-The builders read official files in `manual_dir`, or download them: `checksums.tsv` holds sizes and
-SHA-256 as other collections of data sets recorded them, and a file that differs is refused. A
-prepared folder gives the questions that its official files give. Further files that a task reads,
-such as the aliases of 2WikiMultihopQA, are copied into it.
+A builder reads the official files in `manual_dir`, or downloads them. A downloaded file must have
+the size and SHA-256 checksum in `checksums.tsv`, which other collections of data sets recorded. A
+prepared folder gives the same questions as its official files. Further files that a task reads,
+such as the aliases of 2WikiMultihopQA, are copied into the folder.
 
-This module imports TensorFlow Datasets. `prepare` imports it after `require_tensorflow`. A run reads
-what a builder has written with `tasks/prepared.py`.
+This module imports TensorFlow Datasets, so `prepare` only imports it after `require_tensorflow`.
+Runs read prepared folders with `tasks/prepared.py`.
 """
 
 import json
@@ -36,10 +36,11 @@ from mujica_jax.tasks.sources import describe_sources, further_files, question_f
 from mujica_jax.tasks.two_wiki.aliases import alias_file, official_aliases
 from mujica_jax.tasks.two_wiki.records import read_questions
 
-# Tasks that read more of a record than an OpenRecord holds.
+# Tasks that read more fields of a record than an OpenRecord has.
 RECORD_KINDS = ("two_wiki", "qald10")
 
-Example = tuple[str, dict[str, Any]]  # key and fields
+# The key and the fields of an example.
+Example = tuple[str, dict[str, Any]]
 
 
 class _Questions(tfds.core.GeneratorBasedBuilder):
@@ -53,12 +54,13 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
     SKIP_REGISTERING = True
 
     def _info(self) -> tfds.core.DatasetInfo:
+        """Return the columns of the data set."""
         text = tfds.features.Text()
         if self._kind in RECORD_KINDS:
-            # `record` is JSON, as the official file has it.
+            # `record` is the official record as JSON.
             features = {"id": text, "record": text}
         else:
-            # The columns of `records.as_row`, and the place of the question among all.
+            # The columns of `records.as_row`, and the position of the question in the set.
             features = {
                 "id": text,
                 "text": text,
@@ -74,6 +76,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
     def _split_generators(
         self, dl_manager: tfds.download.DownloadManager
     ) -> dict[str, Iterator[Example]]:
+        """Return the examples of each split. Raises UserError if there is no question."""
         files, training_files = self._question_files(dl_manager)
 
         examples: dict[str, list[Example]] = {"train": [], "validation": []}
@@ -85,7 +88,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 f"{files[0].parent} has no question with an answer: give the official files"
             )
 
-        # A set of held-out questions alone has no split `train`.
+        # Without training questions there is no split `train`.
         generators: dict[str, Iterator[Example]] = {}
         for split, split_examples in examples.items():
             if split_examples:
@@ -93,18 +96,21 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         return generators
 
     def _generate_examples(self, examples: Sequence[Example]) -> Iterator[Example]:
+        """Yield the examples of a split."""
         yield from examples
 
     def _question_files(
         self, dl_manager: tfds.download.DownloadManager
     ) -> tuple[list[Path], list[Path]]:
-        """Return the official files, and those of them with training questions.
+        """Return all official files, and the files with training questions among them.
 
-        They come from the manual folder, or are downloaded where it is missing or empty.
+        They are read from the manual folder. If the folder is missing or empty, they are
+        downloaded. Raises UserError.
         """
         try:
             folder = Path(dl_manager.manual_dir)
-        except AssertionError:  # `manual_dir` asserts that the folder is there and not empty
+        # `manual_dir` raises it if the folder is missing or empty.
+        except AssertionError:
             if self._kind not in DOWNLOADS:
                 raise
             return self._download(dl_manager)
@@ -112,14 +118,15 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         files = question_files(folder, self._kind)
         if not files:
             raise UserError(
-                f"{folder} has no file of questions: put {OFFICIAL_FILES[self._kind].summary} there"
+                f"{folder} has no file with questions: put {OFFICIAL_FILES[self._kind].summary} "
+                "there"
             )
         self._copy_further_files(folder)
         training_files = [file for file in files if records.is_training_file(file.name)]
         return files, training_files
 
     def _download(self, dl_manager: tfds.download.DownloadManager) -> tuple[list[Path], list[Path]]:
-        """Download the official files. Return all of them, and those with training questions."""
+        """Download the official files. Return all files, and the files with training questions."""
         downloads = DOWNLOADS[self._kind]
         addresses = {split: address for split, (address, _) in downloads.items()}
         paths: Any = dl_manager.download_and_extract(addresses)
@@ -142,7 +149,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
     def _read_examples(
         self, files: Sequence[Path], training_files: Sequence[Path]
     ) -> Iterator[tuple[bool, Example]]:
-        """Yield the examples in the order of the files, each with whether it is for training.
+        """Yield (is for training, example) for each question, in the order of the files.
 
         Raises UserError for a malformed record.
         """
@@ -158,9 +165,10 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 yield is_training, (record.id, row)
 
     def _copy_further_files(self, folder: Path) -> None:
-        """Copy the files that the task reads beside the questions, and list the set's sources.
+        """Copy the files that the task reads besides the questions, and list all official files.
 
-        The folder has a temporary name here. TensorFlow Datasets renames it when it is complete.
+        At this time the folder has a temporary name. TensorFlow Datasets renames it when it is
+        complete.
         """
         target = Path(self.data_dir)
         for file in further_files(folder, self._kind):
@@ -169,16 +177,17 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
     @property
     def _kind(self) -> str:
+        """The task's kind, such as `hotpotqa`."""
         return self.name.removeprefix(BUILDER_PREFIX)
 
 
 def _manual_instructions(kind: str) -> str:
-    """Return which files to put into the manual folder, as advice to the user."""
+    """Return the advice which files to put into the manual folder."""
     files = OFFICIAL_FILES[kind].summary
     if kind in DOWNLOADS:
         return (
-            f"Put {files} into the manual folder, plain or .gz, or leave it empty: they are "
-            "downloaded."
+            f"Put {files} into the manual folder, plain or .gz. If the folder is empty, the files "
+            "are downloaded."
         )
     return f"Put {files} into the manual folder, plain or .gz."
 
@@ -269,8 +278,8 @@ BUILDERS: dict[str, type[_Questions]] = {
 
 
 def _qald_examples(folder: Path) -> Iterator[tuple[bool, Example]]:
-    """Yield the official records of QALD-10 as they are. None is for training."""
-    # Read all questions once, so that a malformed record is refused before anything is written.
+    """Yield (False, example) for each official record of QALD-10. None is for training."""
+    # Read all questions first, so that a malformed record is refused before anything is written.
     for _ in read_qald(str(folder), "en"):
         pass
     for number, (place, value) in enumerate(official_records(folder)):
@@ -280,8 +289,8 @@ def _qald_examples(folder: Path) -> Iterator[tuple[bool, Example]]:
 def _two_wiki_examples(
     files: Sequence[Path], training_files: Sequence[Path]
 ) -> Iterator[tuple[bool, Example]]:
-    """Yield the official records of 2WikiMultihopQA as they are."""
-    # Read questions and aliases once, so that malformed ones are refused before anything is
+    """Yield (is for training, example) for each official record of 2WikiMultihopQA."""
+    # Read questions and aliases first, so that malformed ones are refused before anything is
     # written.
     questions = read_questions(files)
     aliases = alias_file(files[0].parent)
@@ -299,7 +308,7 @@ def _two_wiki_examples(
 def _record_example(number: int, place: str, value: object) -> Example:
     """Return the example of an official record.
 
-    Its key sorts as the files do, and ends in the record's place.
+    Sorting the keys gives the order of the files. A key ends in the place of its record.
     """
     key = f"{number:07} {Path(place).name}"
     return key, {"id": key, "record": json.dumps(value)}

@@ -1,15 +1,15 @@
-"""QALD-10: questions over Wikidata, answered over a knowledge graph.
+"""QALD-10: questions over Wikidata, answered from a knowledge graph.
 
-Their gold answers are what a SPARQL query finds.
+The data set gives a SPARQL query and its result with each question. The candidates of a question
+are the entities that its query names. The gold answers are the result of the query: entity labels,
+values, yes or no.
 
-A question's candidates are the entities that its query names. Its answers are what the query found:
-labels of entities, values, yes or no. Each is written as the graph that is searched prints it, so
-that an answer copied from a search result is correct: values as `retrieval/graph/values.py` prints
-them, entities by their labels in the question's language (`sparql.languages_for`). Other spellings
-of a value (1996-06-15, June 15, 1996) are its aliases.
+Answers are written as searches of the graph show them, so that an answer copied from a search
+result is correct. Values are printed by `retrieval/graph/values.py`. Entities have their labels in
+the language of the question (`sparql.languages_for`). Other spellings of a value (1996-06-15, June
+15, 1996) are aliases.
 
-A question with an answer or without a candidate that the graph does not know is left out, and
-counted.
+A question is left out and counted if the graph lacks one of its answers or all of its candidates.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from mujica_jax.tasks.task import Remarks, Split, hash_of
 
 PATTERNS = ("qald*.json", "qald*.json.gz")
 _wikidata_entity = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
-# An entity or a property of Wikidata, under its own address, as a page or as a predicate.
+# The address of an entity or property of Wikidata: its own address, its page or its predicate.
 _wikidata_key = re.compile(
     r"https?://www\.wikidata\.org/(?:entity|wiki|prop(?:/[a-z-]+)*)/(?:Property:)?([QP]\d+)",
     re.ASCII,
@@ -49,11 +49,12 @@ _wikidata_key = re.compile(
 
 
 def build(config: QaldConfig) -> OpenDomain:
+    """Return the task of a configuration. Raises UserError if it cannot be built."""
     config = with_data_folder(config)
     if config.index is None:
         raise UserError(
-            "task.kind qald10 is answered over Wikidata and task.index is None: give the directory "
-            "of a graph or sparql+https://HOST/sparql (docs/guides/graphs.md)"
+            "task.kind qald10 needs a graph of Wikidata, but task.index is None: give the "
+            "directory of a graph or sparql+https://HOST/sparql (docs/guides/graphs.md)"
         )
     all_records = list(read_qald(config.data_dir, config.language))
     all_records.sort(key=lambda record: hash_of(record["id"]))
@@ -62,12 +63,14 @@ def build(config: QaldConfig) -> OpenDomain:
     triple_ranking = ranking(config)
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
-        raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
+        raise UserError(
+            f"task.index {config.index} is no knowledge graph: give an index of kind graph"
+        )
     graph.prefer_language(config.language)
     try:
         labelled_questions = asyncio.run(_label_questions(graph, records))
     except RetrievalError as error:
-        raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
+        raise UserError(f"could not look up the labels of QALD's entities: {error}") from error
 
     questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
     left_out: list[str] = []
@@ -79,8 +82,8 @@ def build(config: QaldConfig) -> OpenDomain:
         questions["dev" if is_dev else "test"].append(question)
     if not any(questions.values()):
         raise UserError(
-            f"the graph {config.index} knows the entities of none of {len(all_records)} questions: "
-            "give Wikidata's"
+            f"the graph {config.index} lacks the entities of all {len(all_records)} questions: give "
+            "a graph of Wikidata"
         )
     environment = GraphEnvironment(graph, config.top_k, triple_ranking)
     return OpenDomain(
@@ -89,11 +92,11 @@ def build(config: QaldConfig) -> OpenDomain:
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
-    """Read the questions: `id`, `text`, `entities` (Q-ids), `answers` and `spellings`.
+    """Yield the questions as dictionaries, each question once.
 
-    An answer is ("uri", its IRI) or ("literal", its printed form). `spellings` has for each answer
-    the other ways to write it. A question that is given twice counts once. Raises UserError naming
-    file and question.
+    The keys are `id`, `text`, `entities` (Q-ids), `answers` and `spellings`. An answer is ("uri",
+    its IRI) or ("literal", its printed form). `spellings` holds the other ways to write each
+    answer. Raises UserError with file and question for a malformed question.
     """
     folder = Path(data_dir)
     if is_prepared(folder):
@@ -101,7 +104,8 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     else:
         placed_values = official_records(folder)
 
-    first_records: dict[str, tuple[dict[str, Any], str]] = {}  # id -> record and its place
+    # The first record of each id, and its place.
+    first_records: dict[str, tuple[dict[str, Any], str]] = {}
     for place, value in placed_values:
         check_characters(value, place)
         try:
@@ -109,7 +113,7 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
                 f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the "
-                "official format, and a task.language that it has"
+                "official format, and a task.language in which the question is given"
             ) from error
         if record["id"] not in first_records:
             first_records[record["id"]] = (record, place)
@@ -133,11 +137,11 @@ def qald_files(folder: Path) -> list[Path]:
 
 
 def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the questions as their files have them, each with its place."""
+    """Yield (place, record) for each question of the official files. Raises UserError."""
     files = qald_files(folder)
     if not files:
         raise UserError(
-            f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 "
+            f"task.data_dir {folder} has no file with questions: put qald_10.json from KGQA/QALD-10 "
             "there, plain or .gz"
         )
     for file in files:
@@ -154,7 +158,7 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
-    """Return the fields of a question that `read_qald` lists."""
+    """Return the fields of a question, as `read_qald` describes them."""
     texts = {entry["language"]: entry["string"] for entry in value["question"]}
     text = read_question(texts[language])
     if not text:
@@ -178,11 +182,11 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
             answers.append(("uri", term.value))
             other_spellings.append(())
         else:
-            # A blank node has no name, and a blank text is no answer.
+            # A blank node has no name, and a blank text is no answer. So the answer is unknown.
             answers.append(("unknown", ""))
             other_spellings.append(())
 
-    # The pattern matches a Q-id in one of two places, so one of the pair is empty.
+    # The pattern has two groups and matches the Q-id in one of them. The other one is empty.
     matches = _wikidata_entity.findall(value["query"]["sparql"])
     entities = dict.fromkeys(short or long for short, long in matches)
     return {
@@ -197,9 +201,9 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
 async def _label_questions(
     graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]
 ) -> list[Question | None]:
-    """Return the question of each record, with the graph's labels.
+    """Return the question of each record, with the labels of the graph.
 
-    It is None where the graph does not know an answer, or knows no candidate.
+    The question is None if the graph lacks one of its answers or all of its candidates.
     """
     labels = _Labels(graph)
     return [await _label_question(labels, record) for record in records]
@@ -208,7 +212,8 @@ async def _label_questions(
 async def _label_question(labels: "_Labels", record: Mapping[str, Any]) -> Question | None:
     """Return the question of one record, or None as in `_label_questions`."""
     # Look up the labels of all answers and of all candidates.
-    answers: list[tuple[str, ...]] = []  # for each answer its printed form and its aliases
+    # For each answer its printed form, then its aliases.
+    answers: list[tuple[str, ...]] = []
     for (kind, value), other_forms in zip(record["answers"], record["spellings"], strict=True):
         answers.append(await labels.answer(kind, value, other_forms))
     candidates: list[Entity] = []
@@ -233,21 +238,22 @@ async def _label_question(labels: "_Labels", record: Mapping[str, Any]) -> Quest
 
 
 class _Labels:
-    """Looks up the labels of a graph's entities, each once."""
+    """The labels of a graph's entities. Each label is looked up once."""
 
     def __init__(self, graph: KnowledgeGraph) -> None:
         self._graph = graph
         self._labels: dict[str, str | None] = {}
 
     async def of_key(self, key: str) -> str | None:
+        """Return the label of an entity, or None if the graph has none."""
         if key not in self._labels:
             self._labels[key] = await self._graph.label_of(key)
         return self._labels[key]
 
     async def answer(self, kind: str, value: str, other_forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Return an answer as the graph prints it, then its aliases.
+        """Return an answer in the form of the graph's search results, then its aliases.
 
-        The result is empty where the graph does not know the answer.
+        The result is empty if the graph does not know the answer.
         """
         if kind == "literal":
             return (value, *other_forms)

@@ -1,4 +1,4 @@
-"""Records of open-domain and multi-hop question sets as their official files hold them.
+"""Read the records of open-domain and multi-hop question sets from their official files.
 
 | kind | files | question, answers; passages |
 |---|---|---|
@@ -10,12 +10,12 @@
 | ambigqa | `{train,dev}_light.json` | `question`, `annotations` |
 | bamboogle | `*.csv` | `Question`, `Answer` |
 
-MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Its questions are
-read if they are answerable. An annotation of AmbigQA is one answer with its aliases, or several
-such answers.
+MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Only its answerable
+questions are read. An annotation of AmbigQA is one answer with its aliases, or several such
+answers.
 
-A question that stands in several places with the same id and text is one question with all of its
-answers. One id for two different questions is refused with both places.
+If several records have the same id and the same text, they are one question with the answers of all
+records. If they have the same id and different texts, an error names both places.
 """
 
 import csv
@@ -60,9 +60,9 @@ _log = logging.getLogger(__name__)
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
 # Version of the layout of the cached Parquet files.
 CACHE_FORMAT = 2
-# Spreadsheets put it before a table.
+# Spreadsheet programs write it at the beginning of a table.
 BYTE_ORDER_MARK = "\ufeff"
-# What to put where files are missing.
+# The official files of each set, for messages about missing files.
 SOURCES = {kind: official.summary for kind, official in OFFICIAL_FILES.items()}
 
 
@@ -74,18 +74,19 @@ class OpenRecord:
     text: str
     # The gold answer, then its aliases.
     answers: tuple[str, ...]
-    # One entry an annotation: for each answer that it asks for, the names of that answer.
+    # One entry for each annotation. An annotation asks for one or several answers, and has all
+    # names of each answer.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
-    # A gold passage has no text where the record names its title alone.
+    # The gold passages. A gold passage has no text if the record only names its title.
     gold: tuple[GoldPassage, ...] = ()
-    # The passages given with the question, gold and others.
+    # All passages that are given with the question, gold passages and distractors.
     context: tuple[GoldPassage, ...] = ()
-    # Such as bridge, comparison or 2hop.
+    # The kind of the question, such as bridge, comparison or 2hop.
     kind: str = ""
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """The different titles of the gold passages."""
+        """The distinct titles of the gold passages."""
         return tuple(dict.fromkeys(passage.title for passage in self.gold))
 
     @property
@@ -110,11 +111,11 @@ class OpenRecord:
 
 
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
-    """Return all questions, each with whether it is for training.
+    """Return (is for training, record) for each question of a set.
 
-    They come from official files, or from a folder that TensorFlow Datasets has prepared
-    (`builders.py`). The result is cached as Parquet in the user's cache folder. The cache goes by
-    the content of the files, because two folders may agree in names, sizes and times.
+    The folder holds official files, or was prepared by TensorFlow Datasets (`builders.py`). The
+    result is cached as Parquet in the user's cache folder. The key of the cache is the content of
+    the files, because two folders may have the same names, sizes and times. Raises UserError.
     """
     is_prepared_folder = is_prepared(folder)
     if is_prepared_folder:
@@ -139,7 +140,7 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
 
 
 def _read_cached(cache_file: Path) -> list[tuple[bool, OpenRecord]] | None:
-    """Return the cached questions, or None where the file is missing or damaged."""
+    """Return the cached questions, or None if the file is missing or damaged."""
     import pyarrow
     from pyarrow import parquet
 
@@ -150,7 +151,9 @@ def _read_cached(cache_file: Path) -> list[tuple[bool, OpenRecord]] | None:
         return [(row["train"], from_row(row)) for row in rows]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         _log.warning(
-            "%s is damaged (%s): the questions are read from their files again", cache_file, error
+            "the cache file %s is damaged (%s): reading the official files instead",
+            cache_file,
+            error,
         )
         return None
 
@@ -158,7 +161,7 @@ def _read_cached(cache_file: Path) -> list[tuple[bool, OpenRecord]] | None:
 def _write_cache(cache_file: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
     """Write the questions to the cache.
 
-    Where that fails (a full disk), the next start reads the official files again.
+    If that fails (a full disk), print a warning. The next start then reads the official files.
     """
     import pyarrow
     from pyarrow import parquet
@@ -169,21 +172,26 @@ def _write_cache(cache_file: Path, records: Sequence[tuple[bool, OpenRecord]]) -
             parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
             partial.replace(cache_file)
     except (pyarrow.ArrowException, OSError, UserError) as error:
-        _log.warning("the questions could not be kept for the next start (%s)", error)
+        _log.warning(
+            "cannot cache the questions (%s): the next start reads the official files again", error
+        )
 
 
 def read_question_files(
     files: Sequence[Path], kind: str, training_files: Collection[Path] | None = None
 ) -> list[tuple[bool, OpenRecord]]:
-    """Return the questions of all files, each with whether it is for training.
+    """Return (is for training, record) for each question of the files.
 
-    The names of the files say which are for training, unless `training_files` lists them. A
-    question that stands in a training file and in another file is listed for both.
+    Without `training_files`, the name of a file tells whether it is for training. A question that
+    is in a training file and in another file is returned twice. Raises UserError if two different
+    questions have the same id.
     """
     if training_files is None:
         training_files = [file for file in files if is_training_file(file.name)]
-    merged_records: dict[tuple[bool, str], OpenRecord] = {}  # by whether for training, and id
-    first_places: dict[str, tuple[str, str]] = {}  # id -> text of the question, and its place
+    # The keys are (is for training, id).
+    merged_records: dict[tuple[bool, str], OpenRecord] = {}
+    # The text of the first question with each id, and its place.
+    first_places: dict[str, tuple[str, str]] = {}
     for file in files:
         is_training = file in training_files
         for place, record in read_placed_records(file, kind):
@@ -202,17 +210,20 @@ def read_question_files(
 
 
 def is_training_file(name: str) -> bool:
+    """Return whether a file of this name holds training questions."""
     return "train" in name.lower()
 
 
 def _words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return text.lower().split()
 
 
 def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
-    """Join two records of one question.
+    """Merge two records of one question.
 
-    The result has the answers of both, and the passages of the record that has the gold ones.
+    The result has the answers of both records. Its passages are from the record whose context holds
+    all gold passages, or else from the first record.
     """
     if second.has_gold_in_context and not first.has_gold_in_context:
         with_passages = second
@@ -227,9 +238,9 @@ def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
 
 
 def read_prepared(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
-    """Return the questions of a prepared folder, each with whether it is for training.
+    """Return (is for training, record) for each question of a prepared folder.
 
-    They are in the order of the official files.
+    The questions are in the order of the official files. Raises UserError.
     """
     positioned: list[tuple[int, bool, OpenRecord]] = []
     for is_training, row in prepared_rows(folder, kind):
@@ -237,7 +248,7 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
             raise damaged(
                 folder,
                 kind,
-                "an earlier version made it, which kept gold passages by their titles alone",
+                "it was prepared by an earlier version, which only stored the titles of gold passages",
             )
         position = int(row.pop("position", 0))
         answers = [text.decode() for text in row.pop("answers")]
@@ -250,7 +261,7 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
 
 
 def as_row(record: OpenRecord) -> dict[str, Any]:
-    """Return the record as texts and lists of texts. Deeper fields are JSON."""
+    """Return a record as a row of texts and lists of texts. Other fields are written as JSON."""
     row = dataclasses.asdict(record)
     for name in ("answer_sets", "gold", "context"):
         row[name] = json.dumps(row[name])
@@ -258,7 +269,7 @@ def as_row(record: OpenRecord) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> OpenRecord:
-    """Return the record of which `as_row` made the row."""
+    """Return the record of a row that `as_row` made."""
     answer_sets: list[tuple[tuple[str, ...], ...]] = []
     for annotation in json.loads(row["answer_sets"]):
         answer_sets.append(tuple(tuple(names) for names in annotation))
@@ -274,13 +285,13 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files with questions, in a fixed order.
+    """Return the files with questions in a folder, in a fixed order.
 
-    Raises UserError where there are none, with the files to put there.
+    Raises UserError if there are none. The message says which files to put there.
     """
     files = find_question_files(folder)
     if not files:
-        problem = "has no file of questions" if folder.is_dir() else "does not exist"
+        problem = "has no file with questions" if folder.is_dir() else "does not exist"
         raise UserError(
             f"task.data_dir {folder} {problem}: put {SOURCES[kind]} there, plain or .gz"
         )
@@ -288,7 +299,7 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 
 def find_question_files(folder: Path) -> list[Path]:
-    """Return the files with questions, in a fixed order, possibly none."""
+    """Return the files with questions in a folder, in a fixed order. There may be none."""
     files: list[Path] = []
     for pattern in PATTERNS:
         for suffix in ("", ".gz"):
@@ -297,18 +308,19 @@ def find_question_files(folder: Path) -> list[Path]:
 
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
-    """Yield the questions with an answer.
+    """Yield the questions of a file that have an answer.
 
-    Raises UserError with file and place of a record that is not of this kind.
+    Raises UserError for a record that is not of this kind. The message names its file and place.
     """
     for _, record in read_placed_records(file, kind):
         yield record
 
 
 def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord]]:
-    """Yield the questions with an answer, each with its file and place.
+    """Yield (place, record) for each question of a file that has an answer.
 
-    Raises UserError with file and place of a record that is not of this kind.
+    The place names the file and the record in it. Raises UserError for a record that is not of this
+    kind.
     """
     with explained(file):
         check_not_blank(file)
@@ -328,23 +340,25 @@ def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord
             continue
         if not record.text:
             raise UserError(
-                f"{place}: question {record.text!r} and answers {list(record.answers)}; both must "
-                "be texts"
+                f"{place}: the question is blank, with the answers {list(record.answers)}; give "
+                "the question a text"
             )
         yield place, record
 
 
 def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file with their places. Raises one UserError for a damaged file."""
+    """Yield (place, value) for each record of a file. Raises UserError for a damaged file."""
     with explained(file):
         try:
             yield from _values(file)
         except csv.Error as error:
-            raise UserError(f"{file} is no table ({error}): use the official file") from error
+            raise UserError(
+                f"{file} cannot be read as a table ({error}): use the official file"
+            ) from error
 
 
 def _values(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file, each with its place. The name of the file tells its format."""
+    """Yield (place, value) for each record of a file. The name of the file tells its format."""
     name = file.name.removesuffix(".gz")
     if name.endswith((".csv", ".tsv")):
         delimiter = "\t" if name.endswith("tsv") else ","
@@ -364,20 +378,22 @@ def _values(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of a table by the names in its first line, whatever the order of its columns.
+    """Yield (place, row) for each row of a table. A row maps the names of columns to cells.
 
-    Rows of empty cells, which spreadsheets leave at the end, are left out.
+    The first line names the columns, in any order. Rows of empty cells, which spreadsheet programs
+    write at the end, are left out. Raises UserError.
     """
     with open_text(file) as text:
         first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
         lines = itertools.chain([first_line], text)
-        # Without `strict`, a quotation mark without its partner takes the lines behind it into its
+        # Without `strict`, an unmatched quotation mark would make the following lines a part of its
         # cell.
         reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         names = [name for name in reader.fieldnames or () if name.strip()]
         if len(set(names)) < len(names):
             raise UserError(
-                f"{file}, line 1: a column is named twice ({', '.join(names)}); name each once"
+                f"{file}, line 1: a column name occurs twice ({', '.join(names)}); give each "
+                "column its own name"
             )
         for row in _strict_rows(reader, file):
             place = f"line {reader.line_num}"
@@ -388,22 +404,23 @@ def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str
             if surplus:
                 raise UserError(
                     f"{file}, {place}: there are more cells than columns ({surplus!r} is left "
-                    "over); put an answer that holds the separator between double quotes"
+                    "over); put an answer that contains the separator into double quotes"
                 )
             yield place, row
 
 
 def _strict_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
-    """Yield the rows of a reader that refuses quotation marks in wrong places."""
-    first_line = reader.line_num + 1  # of the next row
+    """Yield the rows of a strict reader. Raises UserError for misplaced quotation marks."""
+    # The first line of the next row.
+    first_line = reader.line_num + 1
     try:
         for row in reader:
             yield row
             first_line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{file}, line {first_line}: not a row of a table ({error}); put a cell that holds "
-            "quotation marks between double quotes, and double those inside it"
+            f"{file}, line {first_line}: not a row of a table ({error}); put a cell that contains "
+            "quotation marks into double quotes, and double the quotation marks inside it"
         ) from error
 
 
@@ -416,7 +433,10 @@ def _first_character(text: TextIO) -> str:
 
 
 def _whole_object(file: Path) -> Any:
-    """Return the one object that a file holds, or None where each line holds a record."""
+    """Return the object of a file that is one JSON object, or None if each line is a record.
+
+    Raises UserError if the file looks like one object and cannot be read.
+    """
     with open_text(file) as text:
         content = text.read().removeprefix(BYTE_ORDER_MARK)
     try:
@@ -431,24 +451,31 @@ def _whole_object(file: Path) -> Any:
         if has_record_per_line or not looks_like_one_object:
             return None
         raise UserError(
-            f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: "
-            f"{error})"
+            f"{file} is neither a list of records nor an object with a field Data "
+            f"({type(error).__name__}: {error}): use the official file"
         ) from error
 
 
 def _listed_in(file: Path, whole_object: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the records under `Data`, as TriviaQA's files have them, or the only record."""
+    """Yield (place, record) for each record in the field `Data`, as in TriviaQA's files.
+
+    An object with a question is itself the only record. Raises UserError for other objects.
+    """
     if "question" in whole_object and "Data" not in whole_object:
         yield "line 1", whole_object
         return
     values = whole_object.get("Data")
     if not isinstance(values, list):
-        raise UserError(f"{file} is neither a list of records nor has it a field Data with one")
+        raise UserError(
+            f"{file} is neither a list of records nor an object whose field Data is a list: use "
+            "the official file"
+        )
     for number, value in enumerate(values):
         yield f"record {number}", value
 
 
 def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a HotpotQA question, or None for a question without an answer."""
     # The official test file has no answers.
     if is_missing(value.get("answer")):
         return None
@@ -464,6 +491,7 @@ def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a MuSiQue question, or None for an unanswerable one."""
     answerable = value.get("answerable", True)
     if not isinstance(answerable, int):
         raise TypeError(f"answerable is {answerable!r} and must be true or false")
@@ -496,6 +524,7 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a question of NQ-open."""
     question = read_question(value["question"])
     return OpenRecord(
         id=_id_of(value["question"]), text=question, answers=read_answers(value["answer"])
@@ -503,6 +532,7 @@ def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a TriviaQA question, or None for a question without an answer."""
     answer = value.get("Answer")
     if answer is None:
         return None
@@ -514,6 +544,7 @@ def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _popqa(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a PopQA question."""
     question_id = read_id(value["id"])
     text = read_question(value["question"])
     answers = value["possible_answers"]
@@ -528,6 +559,7 @@ def _popqa(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of an AmbigQA question."""
     answer_sets: list[tuple[tuple[str, ...], ...]] = []
     for annotation in value["annotations"]:
         if annotation["type"] == "singleAnswer":
@@ -550,6 +582,7 @@ def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _bamboogle(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a Bamboogle question."""
     return OpenRecord(
         id=_id_of(value["Question"]),
         text=read_question(value["Question"]),
@@ -569,5 +602,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], OpenRecord | None]] = {
 
 
 def _id_of(question: str) -> str:
-    """Return the id of a question whose file gives it none: a hash of its text."""
+    """Return an id for a question whose file gives none: a hash of its text."""
     return hashlib.sha256(question.encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
-"""Open-domain and multi-hop questions over passages.
+"""Tasks with open-domain and multi-hop questions over passages.
 
-The passages are those of one index for all questions, or those given with each question.
+The environment searches one index for all questions, or the passages that are given with each
+question.
 """
 
 import dataclasses
@@ -26,10 +27,12 @@ from mujica_jax.tasks.passages import (
 )
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Remarks, Split, hash_of
 
+# The scoring rule of each task. The rule `musique` has the normalisation of SQuAD and plain token
+# F1, which open-domain papers use.
 RULES: Mapping[str, Rule] = {
     "hotpotqa": "hotpot",
     "musique": "musique",
-    "nq": "musique",  # SQuAD's normalisation and plain token F1, as open-domain papers score them
+    "nq": "musique",
     "triviaqa": "triviaqa",
     "popqa": "cover_em",
     "ambigqa": "musique",
@@ -45,7 +48,7 @@ Paragraphs = Mapping[str, Sequence[GoldPassage]]
 
 
 class OpenDomain:
-    """Implements `Task`. There are no demonstrations: a run starts from a checkpoint."""
+    """A `Task` without demonstrations. Runs have to start from a checkpoint."""
 
     def __init__(
         self,
@@ -58,8 +61,8 @@ class OpenDomain:
     ) -> None:
         """Take the questions, and the environments in which they are answered.
 
-        `environment` serves all questions. Where it is None, `own_environments` has one for each
-        question, by id.
+        `environment` serves all questions. If it is None, `own_environments` has the environment
+        of each question, by question id.
 
         `read_paragraphs` returns the paragraphs that the data set gives with each question, by id.
         It is called when they are first needed, because they may take much memory.
@@ -76,14 +79,14 @@ class OpenDomain:
         self._read_paragraphs = read_paragraphs
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """Return the questions in the order of the hash of their ids.
+        """Return the questions of a split, ordered by the hash of their ids.
 
-        So a prefix is a random sample.
+        So the first questions are a random sample.
         """
         return self._questions[split]
 
     def environment(self, question: Question) -> Environment:
-        """Return where this question is answered."""
+        """Return the environment in which this question is answered."""
         if self._environment is None:
             return self._own_environments[question.id]
         return self._environment
@@ -98,7 +101,7 @@ class OpenDomain:
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:
-    """Return the task of a configuration. Raises UserError where its files do not allow it."""
+    """Return the task of a configuration. Raises UserError if it cannot be built."""
     config = with_data_folder(config)
     read_paragraphs: Callable[[], Paragraphs] = dict
     if isinstance(config, MultiHopConfig):
@@ -131,13 +134,13 @@ def task_of(
     split_records = _first_by_hash(split_records, config.max_questions)
     records = _all_records(split_records)
 
-    # Open what is searched, and find the gold passages in it.
+    # Open the index, and find the gold passages in it.
     own_passages = [passage for record in records for passage in record.context]
     config = dataclasses.replace(config, index=fetched_index(config.index))
     if config.index is None and not own_passages:
         raise UserError(
-            f"task.kind {config.kind} has questions without passages and index is None: give "
-            "--task.index with an index of passages, as docs/guides/passages.md builds one"
+            f"task.kind {config.kind} has no passages of its own, but task.index is None: give "
+            "--task.index with an index of passages, as docs/guides/passages.md builds it"
         )
     retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}
@@ -157,9 +160,9 @@ def _distractor_task(
     split_records: Mapping[Split, Mapping[str, OpenRecord]],
     read_paragraphs: Callable[[], Paragraphs],
 ) -> OpenDomain:
-    """Return the task in which each question is asked over its own passages.
+    """Return the task in the distractor setting, where a search covers a question's own passages.
 
-    Questions whose gold passages are not all among these are left out.
+    Questions whose own passages lack a gold passage are left out, unless `keep_incomplete` is set.
     """
     all_records = _all_records(split_records)
     incomplete = [record.id for record in all_records if not record.has_gold_in_context]
@@ -186,7 +189,7 @@ def _distractor_task(
 
 
 def _read_splits(config: OpenDomainConfig) -> dict[Split, dict[str, OpenRecord]]:
-    """Return the records of each split by id. No record of dev or test is in train."""
+    """Return the records of each split, by id. No record of dev or test is in train."""
     split_records: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
     for is_training, record in read_set(Path(config.data_dir), config.kind):
         split: Split
@@ -198,7 +201,7 @@ def _read_splits(config: OpenDomainConfig) -> dict[Split, dict[str, OpenRecord]]
             split = "test"
         split_records[split].setdefault(record.id, record)
 
-    # A file that is given under two names may be for training and held out.
+    # If a file is there under two names, its questions may be both for training and held out.
     training_records = split_records["train"]
     for held_out_split in ("dev", "test"):
         for id in training_records.keys() & split_records[held_out_split].keys():
@@ -215,7 +218,7 @@ def _read_splits(config: OpenDomainConfig) -> dict[Split, dict[str, OpenRecord]]
 def _first_by_hash(
     split_records: Mapping[Split, Mapping[str, OpenRecord]], max_questions: int | None
 ) -> dict[Split, dict[str, OpenRecord]]:
-    """Return the first records of each split by the hash of their ids, in this order."""
+    """Return the first `max_questions` records of each split, ordered by the hash of their ids."""
     chosen_records: dict[Split, dict[str, OpenRecord]] = {}
     for split, records in split_records.items():
         ids = sorted(records, key=hash_of)[:max_questions]
@@ -241,8 +244,8 @@ def _questions(
 def _question(record: OpenRecord, corpus: GoldInCorpus | None) -> Question:
     """Return the question of a record.
 
-    A gold passage is as the corpus has it, or as the record has it where there is no corpus or the
-    corpus lacks it.
+    Its gold passages are in the version of the corpus. Without a corpus, or if the corpus lacks a
+    passage, the version of the record is used.
     """
     gold: list[GoldPassage] = []
     for passage in record.gold:

@@ -1,8 +1,9 @@
-"""One part of the tiny world: its entities and their facts.
+"""Generate one part of the tiny world: its entities and their facts.
 
-The entities are countries, cities, five generations of people, and their films. Everything is drawn
-from generators that are seeded with the world's seed and the part's name, one for each purpose. So
-leaving facts out of the graph changes no name, and a longer training side changes no test entity.
+The entities are countries, cities with a university and a company, five generations of people, and
+their films. Each purpose has its own random generator, which is seeded with the world's seed and
+the part's name. So leaving facts out of the graph changes no name, and more training questions
+change no test entity.
 """
 
 import dataclasses
@@ -14,25 +15,31 @@ from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.tasks.tiny_world import names
 from mujica_jax.tasks.tiny_world.questions import CREW, date_text
 
-Value = int | str  # number of an entity, or a literal
+# The number of an entity, or a literal.
+Value = int | str
 
 GENERATIONS = 5
 FIRST_BIRTH_YEAR = 1800
-GENERATION_YEARS = 35  # with births spread over BIRTH_SPREAD_YEARS, parents are 21 to 49 years old
+# Years between two generations. The births of a generation are spread over BIRTH_SPREAD_YEARS, so
+# parents are 21 to 49 years old.
+GENERATION_YEARS = 35
 BIRTH_SPREAD_YEARS = 15
-# Everyone lives until the last child is born.
+# Shortest and longest life in years. Everyone lives until the last child is born.
 LIFE_YEARS = (51, 95)
-# A person who would die later is alive.
+# A person who would die later than this is alive.
 PRESENT_YEAR = 2020
-# Born from 1870 on.
+# The first generation that makes films, counted from 0. It is born from 1870 on.
 FIRST_FILM_GENERATION = 2
 FIRST_FILM_YEAR = 1900
+# First and last age at which a person directs films.
 WORKING_AGE = (22, 65)
+# The probability that a person has parents in the world, once there are couples.
 SHARE_WITH_PARENTS = 0.7
+# The probability that a possible couple marries.
 SHARE_MARRIED = 0.85
 
-# Fewest and most people of a part. From the fewest on every word of the pools is drawn. Up to the
-# most the part still owns free names.
+# Minimum and maximum number of people in a part. With the minimum, every word of the pools is
+# drawn. With the maximum, the part still has free names.
 PEOPLE_LIMITS: dict[names.Part, tuple[int, int]] = {
     "train": (1600, 2000),
     "demonstration": (1000, 1050),
@@ -44,14 +51,16 @@ FILMS_PER_PERSON = 0.6
 CITIES: dict[names.Part, int] = {"train": 120, "demonstration": 80, "dev": 60, "test": 60}
 COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20, "test": 20}
 
-# How far a renamed copy moves its years.
+# Range of years by which a renamed copy moves all its years.
 MOVED_YEARS = (-20, 20)
-# When countries, cities and institutions were founded.
+# Countries, cities and institutions were founded between these years.
 INCEPTION_YEARS = (1800, 1849)
+# The smallest number of facts to which a person or film is limited.
 MIN_FACTS = 2
-# The share of entities that are common knowledge, where questions ask for it.
+# The share of entities that are common knowledge, if `common_knowledge` is above 0.
 KNOWN_ENTITIES = 0.25
-# A person keeps a limited number of facts. A fact with a higher weight is kept more often.
+# Weights of the facts of a person and of a film. Each keeps a limited number of facts. Facts with a
+# larger weight are kept more often.
 PERSON_WEIGHTS = {
     "date of birth": 8.0,
     "father": 8.0,
@@ -81,11 +90,16 @@ FILM_WEIGHTS = {
 
 
 class WorldPart:
-    """Entities by number, with `facts[number]` = {relation: number of an entity, or literal}.
+    """A part of the tiny world. Its entities are numbered from 0.
 
-    `inverse` lists the facts by their objects. Facts in `hidden` are true and asked about, and the
-    graph lacks them. Copy 0 is the original. Any other `copy` has the same facts between entities
-    of other names, with all years moved by the same number.
+    - `labels[number]` and `kinds[number]`: the name of an entity, and its kind, such as "person".
+    - `facts[number]`: the facts of an entity as {relation: number of an entity, or literal}.
+    - `inverse[number]`: the facts with this entity as their object, as (subject, relation).
+    - `hidden`: facts, as (subject, relation), that are true and asked about, but that the graph
+      lacks.
+
+    Copy 0 is the original. Another `copy` has the same facts between entities with other names. All
+    its years are moved by the same number.
     """
 
     def __init__(
@@ -99,7 +113,7 @@ class WorldPart:
         self._config = config
         self._random = self._generator("facts")
         self._naming = self._generator(f"names {copy}" if copy else "names")
-        # Copies are for learning only, so the names of the train part are free for them.
+        # Copies are only used for learning, so they may also use the names of the train part.
         self._owned = names.SHARES[part] if copy == 0 else names.LEARNING_SHARES
         self._moved_years = self._naming.randint(*MOVED_YEARS) if copy else 0
 
@@ -113,7 +127,7 @@ class WorldPart:
         self._known_numbers = self._known_entities()
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
-        """Return whether all subjects between the topics and the ends are common knowledge."""
+        """Return whether all facts of these chains are about entities of common knowledge."""
         for topic, chain in zip(topics, chains, strict=True):
             subjects = (topic, *chain[:-1])
             if not all(subject in self._known_numbers for subject in subjects):
@@ -121,12 +135,15 @@ class WorldPart:
         return True
 
     def _generator(self, purpose: str) -> random.Random:
+        """Return the random generator of this part for a purpose."""
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
 
     def _deck(self, pool: Sequence[str]) -> names.Deck:
+        """Return a deck of the words of a pool."""
         return names.Deck(len(pool), self._naming)
 
     def _add(self, kind: str, label: str, facts: Mapping[str, Value] | None = None) -> int:
+        """Add an entity, and return its number."""
         self.labels.append(label)
         self.kinds.append(kind)
         self.facts.append(dict(facts or {}))
@@ -135,18 +152,20 @@ class WorldPart:
     def _draw_whether_borrowed(self) -> bool:
         """Draw whether the next entity borrows a part of its name.
 
-        The draw is made once an entity, also where the share is 0 or 1, so that the names that
-        follow do not depend on the share.
+        There is one draw for each entity, even if the share is 0 or 1. So later names do not depend
+        on the share.
         """
         return self._naming.random() < self._config.distractor_names
 
     def _date(self, first_year: int, last_year: int) -> str:
+        """Draw a date between two years, and return it as a text."""
         year = self._random.randint(first_year, last_year) + self._moved_years
         month = self._random.randint(1, 12)
         day = self._random.randint(1, 28)
         return date_text(year, month, day)
 
     def _add_countries(self) -> list[int]:
+        """Add countries, and return their numbers."""
         pairs = names.PairNamer(
             self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self._owned
         )
@@ -188,9 +207,9 @@ class WorldPart:
         return self._add(kind, label, facts)
 
     def _add_people(self, count: int, cities: list[int]) -> list[list["_Person"]]:
-        """Add people and return them by generation, the oldest first.
+        """Add people, and return them by generation, the oldest generation first.
 
-        Most people have a couple of the previous generation as parents.
+        The parents of most people are a couple of the previous generation.
         """
         last_names = self._deck(names.LAST_NAMES)
         male_pairs = names.PairNamer(self._deck(names.MALE_NAMES), last_names, self._owned)
@@ -198,7 +217,8 @@ class WorldPart:
 
         generations: list[list[_Person]] = []
         couples: list[tuple[_Person, _Person]] = []
-        # The last name of the newcomer before, which the next one may borrow.
+        # The last name of the previous person without parents. The next person without parents may
+        # borrow it.
         newcomer_last: int | None = None
         for generation in range(GENERATIONS):
             people = []
@@ -208,7 +228,8 @@ class WorldPart:
                 parents = self._random.choice(couples) if has_parents else None
                 is_male = self._random.random() < 0.5
 
-                # Draw a name, perhaps with the last name of the father or of the last newcomer.
+                # Draw a name. The last name may be borrowed from the father. A person without
+                # parents may borrow it from the previous person without parents.
                 offered_last = newcomer_last if parents is None else parents[0].last
                 borrowed_last = offered_last if self._draw_whether_borrowed() else None
                 if is_male:
@@ -221,7 +242,7 @@ class WorldPart:
                     newcomer_last = last if borrowed_last is None else None
                 number = self._add("person", f"{first_name} {names.LAST_NAMES[last]}")
 
-                # Draw the life, and the facts.
+                # Draw the years of birth and death, then the facts.
                 birth_year = FIRST_BIRTH_YEAR + GENERATION_YEARS * generation
                 birth_year += self._random.randrange(BIRTH_SPREAD_YEARS)
                 death_year = birth_year + self._random.randint(*LIFE_YEARS)
@@ -241,7 +262,7 @@ class WorldPart:
     def _describe_person(
         self, person: "_Person", parents: "tuple[_Person, _Person] | None", cities: list[int]
     ) -> None:
-        """Draw a person's facts."""
+        """Draw the facts of a person."""
         facts = self.facts[person.number]
         home_city = self._random.choice(cities)
         work_city = self._random.choice(cities)
@@ -274,7 +295,7 @@ class WorldPart:
             father.last_child = person.number
 
     def _marry(self, people: "list[_Person]") -> "list[tuple[_Person, _Person]]":
-        """Return the couples of a generation, and add their facts. Siblings do not marry."""
+        """Draw the couples of a generation, and add their facts. Siblings do not marry."""
         men = [person for person in people if person.is_male]
         women = [person for person in people if not person.is_male]
         self._random.shuffle(men)
@@ -300,7 +321,8 @@ class WorldPart:
         roles.append("cast member")
         people_count = sum(len(people) for people in generations)
 
-        # The title of the film before, of which the next one may borrow a word.
+        # The title of the previous film, as positions in ADJECTIVES and NOUNS. The next film may
+        # borrow a word of it.
         lent_pair: tuple[int, int] | None = None
         for _ in range(int(FILMS_PER_PERSON * people_count)):
             crew = self._random.choice(crews)
@@ -345,7 +367,10 @@ class WorldPart:
             self._add("film", title, facts)
 
     def _limit_facts(self) -> None:
-        """Drop facts of people and films, so that MIN_FACTS to `facts_per_entity` remain."""
+        """Remove facts of people and films, so that at most `facts_per_entity` remain of each.
+
+        The limit of each entity is drawn from MIN_FACTS to `facts_per_entity`.
+        """
         draw = self._generator("room")
         possible_counts = self._config.facts_per_entity + 1 - MIN_FACTS
         for number, kind in enumerate(self.kinds):
@@ -355,14 +380,14 @@ class WorldPart:
             facts = self.facts[number]
             max_facts = MIN_FACTS + int(draw.random() * possible_counts)
 
-            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the facts with
-            # the largest u^(1/weight) remain.
+            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): keep the facts
+            # with the largest u^(1/weight), where u is uniform.
             scores = [(draw.random() ** (1 / weights[relation]), relation) for relation in facts]
             scores.sort(reverse=True)
             self.facts[number] = {relation: facts[relation] for _, relation in scores[:max_facts]}
 
     def _inverse_facts(self) -> dict[int, list[tuple[int, str]]]:
-        """Return the facts by their objects, as (subject, relation). Literals have none."""
+        """Return the facts by their objects, as (subject, relation). Literal objects are left out."""
         inverse: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for subject, facts in enumerate(self.facts):
             for relation, value in facts.items():
@@ -383,7 +408,7 @@ class WorldPart:
     def _known_entities(self) -> frozenset[int]:
         """Draw the entities that are common knowledge. Renamed copies have none.
 
-        They are few, so that each fact about them is read often.
+        There are few of them, so that a model reads each fact about them often.
         """
         if self.copy or not self._config.common_knowledge:
             return frozenset()
@@ -394,24 +419,29 @@ class WorldPart:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Person:
-    """The facts about someone that later generations and films need."""
+    """What later generations and films need to know about a person."""
 
+    # The number of the entity.
     number: int
     is_male: bool
-    last: int  # number of the last name
+    # The position of the last name in LAST_NAMES.
+    last: int
     birth_year: int
     death_year: int
+    # The number of the country of citizenship.
     country: Value = ""
+    # The number of the last child that was added, or None.
     last_child: int | None = None
 
 
 def _people_count(part: names.Part, questions: int) -> int:
-    """Return how many people the part has.
+    """Return the number of people in a part with this number of questions.
 
-    The number grows in doublings. So asking for a few more questions leaves the first ones as they
-    were.
+    It only depends on the next power of two of the number of questions. So with a few more
+    questions, the first questions usually stay the same.
     """
     min_people, max_people = PEOPLE_LIMITS[part]
-    rounded_questions = 1 << (questions - 1).bit_length()  # the next power of two
+    # The next power of two.
+    rounded_questions = 1 << (questions - 1).bit_length()
     people = int(PEOPLE_PER_QUESTION * rounded_questions)
     return min(max_people, max(min_people, people))

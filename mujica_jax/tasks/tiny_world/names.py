@@ -1,11 +1,11 @@
-"""Names of the tiny world: word pools, and a namer that keeps the parts of the world apart.
+"""Names of the tiny world: pools of words, and a namer that gives each part its own names.
 
-The parts are train, demonstrations, dev and test. A full name joins two words, and a checksum of
-the pair tells the part that owns it. Every word is used in every part, and every full name in one
-part only. So a model can know the words of a test name, and never the name.
+The parts are train, demonstrations, dev and test. A full name joins two words. A checksum of the
+pair tells which part owns the name. Every word is used in every part, but every full name in one
+part only. So a model can know the words of a test name, but never the name.
 
-The parts are told by a checksum, and not by a rule on the words. Otherwise a model could learn
-which last names go with which first names, and every test name would contradict that.
+A checksum divides the names, because a rule on the words could be learnt. A model could learn which
+last names go with which first names in training, and every test name would break the rule.
 """
 
 import functools
@@ -16,14 +16,15 @@ from typing import Literal
 
 Part = Literal["train", "demonstration", "dev", "test"]
 
-# The checksums, in percent, that each part of the world owns. Train's hold every word of every
-# pool.
+# The checksums (0 to 99) that each part of the world owns. Those of train have names with every
+# word of every pool.
 SHARES: dict[Part, range] = {
     "test": range(15),
     "dev": range(15, 29),
     "train": range(29, 74),
     "demonstration": range(74, 100),
 }
+# The checksums of the two parts for learning.
 LEARNING_SHARES = range(29, 100)
 
 MALE_NAMES = tuple(
@@ -105,9 +106,9 @@ GENRES = tuple("comedy crime drama horror musical romance thriller war western".
 
 
 class Deck:
-    """Draws words so that all are used before many repeat.
+    """A deck of word numbers. Words are drawn so that all are used before many are repeated.
 
-    A word that is refused stays on top until it is accepted.
+    A word that is not accepted stays on top of the deck for the next draws.
     """
 
     def __init__(self, size: int, generator: random.Random) -> None:
@@ -116,9 +117,10 @@ class Deck:
         self._pending: list[int] = []
 
     def draw(self, accept: Callable[[int], bool]) -> int | None:
-        """Return the first accepted word of those that wait, or else of a fresh deck.
+        """Draw the first word that `accept` accepts, and return its number.
 
-        The result is None where no word at all is accepted.
+        If no word in the deck is accepted, all words are shuffled and added below it. The result is
+        None if no word is accepted at all.
         """
         word = self._take_accepted(accept)
         if word is None:
@@ -128,7 +130,7 @@ class Deck:
         return word
 
     def _take_accepted(self, accept: Callable[[int], bool]) -> int | None:
-        """Remove the first accepted word of those that wait, and return it."""
+        """Remove the first accepted word from the deck and return it, or None."""
         for position, word in enumerate(self._pending):
             if accept(word):
                 return self._pending.pop(position)
@@ -136,7 +138,7 @@ class Deck:
 
 
 class PairNamer:
-    """Draws unique pairs (first word, second word) whose checksum, in percent, lies in `owned`."""
+    """Draw unique pairs (first word, second word) whose checksum (0 to 99) is in `owned`."""
 
     def __init__(self, firsts: Deck, seconds: Deck, owned: range) -> None:
         self._owned = owned
@@ -145,9 +147,9 @@ class PairNamer:
         self._used_pairs: set[tuple[int, int]] = set()
 
     def pair(self, *, first: int | None = None, second: int | None = None) -> tuple[int, int]:
-        """Return a new pair. One of its words may be prescribed.
+        """Return a new pair of word numbers. One of the two words may be prescribed.
 
-        A prescribed word is kept as long as a free pair has it.
+        If no free pair has the prescribed word, the pair has other words.
         """
         pair: tuple[int, int] | None = None
         if first is not None and second is None:
@@ -160,15 +162,17 @@ class PairNamer:
         return pair
 
     def _pair_with_first(self, first: int) -> tuple[int, int] | None:
+        """Return a free pair with this first word, or None."""
         second = self._seconds.draw(lambda word: self._is_free(first, word))
         return None if second is None else (first, second)
 
     def _pair_with_second(self, second: int) -> tuple[int, int] | None:
+        """Return a free pair with this second word, or None."""
         first = self._firsts.draw(lambda word: self._is_free(word, second))
         return None if first is None else (first, second)
 
     def _fresh_pair(self) -> tuple[int, int]:
-        """Return a pair of the first word that a second one completes."""
+        """Return a pair whose first word is the first in the deck that can be completed."""
         completed_pairs: list[tuple[int, int]] = []
 
         def can_be_completed(first: int) -> bool:
@@ -183,6 +187,7 @@ class PairNamer:
         return completed_pairs[0]
 
     def _is_free(self, first: int, second: int) -> bool:
+        """Return whether this part owns a pair and has not used it."""
         # The checksum of the text "FIRST SECOND".
         checksum = zlib.crc32(_digits(second), _checksum_of_first(first))
         return checksum % 100 in self._owned and (first, second) not in self._used_pairs
@@ -190,15 +195,17 @@ class PairNamer:
 
 @functools.cache
 def _digits(number: int) -> bytes:
+    """Return the decimal digits of a number."""
     return str(number).encode()
 
 
 @functools.cache
 def _checksum_of_first(number: int) -> int:
+    """Return the checksum of the text "FIRST " for the number of a first word."""
     return zlib.crc32(f"{number} ".encode())
 
 
 def join(starts: Sequence[str], stems: Sequence[str], pair: tuple[int, int]) -> str:
-    """Return the name that a pair of words stands for."""
+    """Return the name of a pair of word numbers."""
     first, second = pair
     return starts[first] + stems[second]

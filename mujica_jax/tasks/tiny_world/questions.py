@@ -1,10 +1,12 @@
 """Question templates of the tiny world.
 
-A template has a path of relations from each topic, a rule that turns the ends into an answer, and
-wordings. The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020).
+A template has a path of relations, a rule and several wordings. The path is followed from each
+topic, and the rule gives the answer from the ends of the paths. The four kinds and the wordings are
+taken from 2WikiMultihopQA (Ho et al., 2020).
 
-The evidence of a question lists its path step by step, topic after topic. For two topics and two
-steps it is (a, director, p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
+The evidence of a question lists the path step by step, and within a step topic by topic. For two
+topics and two steps it is (a, director, p), (b, director, q), (p, date of birth, x), (q, date of
+birth, y).
 """
 
 import dataclasses
@@ -15,9 +17,9 @@ from mujica_jax.retrieval.graph.values import MONTHS
 
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 
-# Every template below has this many wordings.
+# Every template has this number of wordings.
 MAX_PARAPHRASES = 4
-# As in 2Wiki.
+# The shares of the kinds of questions, as in 2Wiki.
 KIND_SHARES = {
     "compositional": 0.44,
     "comparison": 0.23,
@@ -28,17 +30,25 @@ KIND_SHARES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Template:
-    id: str  # such as "compositional: director, date of birth"
+    """A question in several wordings, with the path that leads to its answer."""
+
+    # Such as "compositional: director, date of birth".
+    id: str
     kind: str
-    path: tuple[str, ...]  # relations followed from every topic
-    topics: int  # 1 or 2
+    # The relations that are followed from each topic.
+    path: tuple[str, ...]
+    # The number of topics, 1 or 2.
+    topics: int
+    # How the ends of the paths give the answer.
     rule: FinalRule
-    wordings: tuple[str, ...]  # with {a} and, for two topics, {b}
+    # Each wording has the place {a}, and for two topics {b}.
+    wordings: tuple[str, ...]
 
     def answer(self, topics: Sequence[str], objects: Sequence[str]) -> str:
-        """Return the answer.
+        """Return the answer to a question of this template.
 
-        `topics` are the labels of the topics, and `objects` the ends of their paths.
+        `topics` holds the labels of the topics, and `objects` the labels at the ends of their
+        paths.
         """
         if self.rule == "last_object":
             return objects[0]
@@ -54,16 +64,17 @@ class Template:
 
 
 def date_text(year: int, month: int, day: int) -> str:
+    """Return a date as a text, such as "14 March 1931"."""
     return f"{day} {MONTHS[month - 1]} {year}"
 
 
 def date_key(text: str) -> tuple[int, int, int]:
-    """Return (year, month, day) of a date as "14 March 1931", by which dates are ordered."""
+    """Return (year, month, day) of a date such as "14 March 1931", to sort dates."""
     day, month, year = text.split()
     return int(year), MONTHS.index(month) + 1, int(day)
 
 
-# What a second step asks of {x}, a phrase that names a person.
+# Questions of the second step, by relation. {x} is a phrase that names a person.
 PERSON_WORDINGS: dict[str, tuple[str, str, str]] = {
     "date of birth": (
         "When was {x} born?",
@@ -115,7 +126,7 @@ PERSON_WORDINGS: dict[str, tuple[str, str, str]] = {
 }
 CREW = ("director", "composer", "producer", "screenwriter")
 RELATIVES = ("father", "mother", "spouse")
-# Two steps inside a family make an inference question, because it names neither of them.
+# Two steps inside a family give an inference question, because it names neither of the steps.
 FAMILY_WORDS = {
     ("father", "father"): "paternal grandfather",
     ("father", "mother"): "paternal grandmother",
@@ -124,7 +135,7 @@ FAMILY_WORDS = {
     ("spouse", "father"): "father-in-law",
     ("spouse", "mother"): "mother-in-law",
 }
-# By relation of a person and rule: wordings of the comparison of two people, and clauses on the
+# By relation of a person and rule: wordings that compare two people, and clauses that compare the
 # directors of two films.
 SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("date of birth", "earlier"): (
@@ -167,6 +178,7 @@ SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]
 
 
 def _compositional() -> list[Template]:
+    """Return the templates with two steps, such as the birthplace of a film's director."""
     templates = []
     for first in (*CREW, *RELATIVES):
         if first in CREW:
@@ -177,7 +189,7 @@ def _compositional() -> list[Template]:
             # Two steps inside a family are asked as inference questions.
             if first in RELATIVES and second in RELATIVES:
                 continue
-            # Three patterns and two phrases alternate, so that all wordings differ.
+            # Three patterns and two phrases take turns, so that all wordings differ.
             wordings = []
             for number in range(MAX_PARAPHRASES):
                 wordings.append(patterns[number % 3].format(x=phrases[number % 2]))
@@ -186,6 +198,7 @@ def _compositional() -> list[Template]:
 
 
 def _inference() -> list[Template]:
+    """Return the templates with two steps inside a family."""
     patterns = (
         "Who is the {w} of {{a}}?",
         "Who is {{a}}'s {w}?",
@@ -200,10 +213,12 @@ def _inference() -> list[Template]:
 
 
 def _comparison() -> list[Template]:
+    """Return the templates that compare two topics."""
     return [*_comparisons_of_people(), *_comparisons_of_films(), *_comparisons_of_countries()]
 
 
 def _comparisons_of_people() -> list[Template]:
+    """Return the templates that compare the dates of two people."""
     templates = []
     for (relation, rule), (wordings, _) in SUPERLATIVES.items():
         templates.append(
@@ -213,6 +228,7 @@ def _comparisons_of_people() -> list[Template]:
 
 
 def _comparisons_of_films() -> list[Template]:
+    """Return the templates that compare the publication dates of two films."""
     clauses: dict[FinalRule, tuple[str, ...]] = {
         "earlier": (
             "came out first",
@@ -237,6 +253,7 @@ def _comparisons_of_films() -> list[Template]:
 
 
 def _comparisons_of_countries() -> list[Template]:
+    """Return the templates that compare the countries of two topics."""
     wordings_of_relation = {
         "country of citizenship": (
             "Are {a} and {b} from the same country?",
@@ -266,6 +283,7 @@ def _comparisons_of_countries() -> list[Template]:
 
 
 def _bridge_comparison() -> list[Template]:
+    """Return the templates that compare the directors of two films."""
     patterns = (
         "Which film has the director who {w}, {{a}} or {{b}}?",
         "Which film whose director {w}, {{a}} or {{b}}?",
@@ -305,6 +323,7 @@ def _template(
     rule: FinalRule = "last_object",
     wordings: Sequence[str],
 ) -> Template:
+    """Return a template with an id that is made from its parts."""
     assert len(set(wordings)) == MAX_PARAPHRASES, (
         "every template has the same number of different wordings"
     )

@@ -1,7 +1,7 @@
-"""Draw the questions that a part of the tiny world asks.
+"""Draw the questions of a part of the tiny world.
 
-Their kinds have the shares of 2Wiki, and no question is asked twice. Half of the answers to yes/no
-questions are yes.
+The kinds of questions have the same shares as in 2Wiki. No question is asked twice. Half of the
+yes/no questions have the answer yes.
 """
 
 import dataclasses
@@ -14,33 +14,33 @@ from mujica_jax.errors import UserError
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES, Template
 
-# How often a question is drawn until one is accepted. In the first half of the attempts it must
-# also be about known entities, or about others, as was drawn before.
+# Maximum number of draws until a question is accepted. For each question it is drawn beforehand
+# whether it should be about common knowledge. In the first half of the draws it has to fit that.
 ATTEMPTS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A question before it is written out.
-
-    `chains` has the values along the template's path, for each topic. `is_known` says that every
-    fact that leads to the answer stands in the pre-training text.
-    """
+    """A question before its text is written."""
 
     template: Template
+    # The numbers of the topic entities.
     topics: tuple[int, ...]
+    # For each topic the values along the path of the template.
     chains: tuple[tuple[Value, ...], ...]
+    # The position of the wording in the template.
     wording: int
+    # Whether the pre-training text states every fact that leads to the answer.
     is_known: bool
 
 
 def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Plan]:
     """Return the first `count` questions of a part.
 
-    Fewer of them are always a beginning of more, as long as the part is the same. Raises UserError
-    when the part holds fewer questions of some kind.
+    With a larger `count` and the same part, the result begins with the same questions. Raises
+    UserError if the part has too few questions of a kind.
     """
-    # Each purpose draws from a stream of its own, so that a change of one leaves the others alone.
+    # Each purpose has its own random generator, so that a change of one does not change the others.
     question_draw = random.Random(f"{config.seed} {part.part} questions")
     wording_draw = random.Random(f"{config.seed} {part.part} wordings")
     kind_draw = random.Random(f"{config.seed} {part.part} kinds")
@@ -53,7 +53,8 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
         pool_sizes[pool.template.kind].append(len(pool.chains))
 
     kinds = kind_draw.choices([*KIND_SHARES], weights=[*KIND_SHARES.values()], k=count)
-    drawn_questions: set[tuple[str, frozenset[int]]] = set()  # template and topics
+    # The template and the topics of each question.
+    drawn_questions: set[tuple[str, frozenset[int]]] = set()
     plans = []
     for kind in kinds:
         should_be_known = known_draw.random() < config.common_knowledge
@@ -63,15 +64,16 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
             key = (pool.template.id, frozenset(topics))
             chains = tuple(pool.chains[topic] for topic in topics)
             is_known = part.knows(topics, chains)
-            # Where a kind runs out of known questions, others take their place.
+            # If a kind has no more questions about common knowledge, accept other questions.
             is_fitting = is_known == should_be_known or attempt > ATTEMPTS // 2
             if topics and key not in drawn_questions and is_fitting:
                 break
         else:
             raise UserError(
-                f"the tiny world ran out of {kind} questions after {len(plans)} of {count} for its "
-                f"{part.part} part at facts_per_entity={config.facts_per_entity}; ask for fewer "
-                "questions or more facts"
+                f"the {part.part} part of the tiny world has too few {kind} questions: only "
+                f"{len(plans)} of {count} questions can be made with task.facts_per_entity "
+                f"{config.facts_per_entity}; ask for fewer questions, or raise "
+                "task.facts_per_entity"
             )
         drawn_questions.add(key)
         plan = Plan(
@@ -86,7 +88,7 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
 
 
 class _Pool:
-    """The topics that a template can be asked about, with their chains."""
+    """The topics that fit a template, with their chains."""
 
     def __init__(
         self,
@@ -95,7 +97,10 @@ class _Pool:
         chains: dict[int, tuple[Value, ...]],
         name_sharing: float,
     ) -> None:
-        """`name_sharing` is how often two topics of a question share a word of their names."""
+        """Take the topics of a template and their chains.
+
+        `name_sharing` is the probability that two topics of a question share a word of their names.
+        """
         self.template = template
         self.chains = chains
         self._topics = [*chains]
@@ -110,7 +115,7 @@ class _Pool:
                     self._topics_by_word[word].append(topic)
 
     def draw(self, draw: random.Random) -> tuple[int, ...]:
-        """Return the topics of one question, or none where the two that were drawn do not fit."""
+        """Return the topics of one question, or an empty tuple if the two drawn topics do not fit."""
         first = draw.choice(self._topics)
         if self.template.topics == 1:
             return (first,)
@@ -127,9 +132,10 @@ class _Pool:
         return (first, second) if self._is_pair(first, second, wants_equal_ends) else ()
 
     def _is_pair(self, first: int, second: int, wants_equal_ends: bool) -> bool:
-        """Return whether these are two topics with different bridges.
+        """Return whether two topics fit one question.
 
-        Their ends must be equal where the answer is to be yes, and different everywhere else.
+        They must be different topics with different bridge entities. The ends of their chains must
+        be equal if `wants_equal_ends` is set, and different otherwise.
         """
         *first_bridges, first_end = self.chains[first]
         *second_bridges, second_end = self.chains[second]
@@ -142,8 +148,9 @@ class _Pool:
 
 
 def _pools(part: WorldPart, name_sharing: float) -> list[_Pool]:
-    """Return one pool for each template that has topics."""
-    entities_with: dict[str, list[int]] = defaultdict(list)  # by relation
+    """Return a pool for each template that has at least one topic."""
+    # The entities that have each relation.
+    entities_with: dict[str, list[int]] = defaultdict(list)
     for number, facts in enumerate(part.facts):
         for relation in facts:
             entities_with[relation].append(number)
@@ -161,9 +168,9 @@ def _pools(part: WorldPart, name_sharing: float) -> list[_Pool]:
 
 
 def _follow(part: WorldPart, topic: int, path: Sequence[str]) -> tuple[Value, ...] | None:
-    """Return the values along the path.
+    """Return the values along a path of relations.
 
-    The result is None where the part lacks a fact, or a fact leads back to the topic.
+    The result is None if the part lacks a fact, or if a fact leads back to the topic.
     """
     values: list[Value] = []
     value: Value = topic
@@ -179,5 +186,5 @@ def _follow(part: WorldPart, topic: int, path: Sequence[str]) -> tuple[Value, ..
 
 
 def _name_words(label: str) -> list[str]:
-    """Return the words of a name that another may share, without the article of a title."""
+    """Return the words of a name that another name may share. The article of a title is left out."""
     return label.split()[-2:]

@@ -2,10 +2,10 @@
 
 It needs no download.
 
-It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their
-names share words and no full name (`names.py`). Each question is a template (`questions.py`) filled
-with entities whose facts reach the end of its path (`sampling.py`), so its answer can be computed
-again from its evidences. A part is generated when it is first asked for.
+The world has four parts: train, demonstrations, dev and test. No entity is in two parts
+(`facts.py`). Names of different parts have words in common, but no full name is in two parts
+(`names.py`). A question is a template (`questions.py`) whose topics have all facts along its path
+(`sampling.py`). So its answer can be computed from its evidences. A part is generated on first use.
 """
 
 import itertools
@@ -30,42 +30,44 @@ from mujica_jax.tasks.tiny_world.names import Part
 from mujica_jax.tasks.tiny_world.questions import MAX_PARAPHRASES
 from mujica_jax.tasks.tiny_world.sampling import Plan, draw_plans
 
-LIMITS = {  # inclusive bounds of the configuration
+# The lowest and the highest allowed value of each field. For `facts_per_entity` they are 4 and 13,
+# because a city has 4 facts and a person has at most 13.
+LIMITS = {
     "train_questions": (1, 100_000),
     "demonstrations": (1, 100_000),
     "dev_questions": (1, 100_000),
     "test_questions": (1, 100_000),
     "augmented_copies": (0, 100),
     "top_k": (1, 100),
-    "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
+    "facts_per_entity": (4, 13),
     "distractor_names": (0.0, 1.0),
     "missing_facts": (0.0, 1.0),
     "common_knowledge": (0.0, 1.0),
     "paraphrases": (1, MAX_PARAPHRASES),
 }
-# Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
+# Keys of entities look like Q-ids of Wikidata. This is the number in the first key of each part.
 FIRST_KEY: dict[Part, int] = {
     "train": 1_000_000,
     "dev": 2_000_000,
     "test": 3_000_000,
     "demonstration": 4_000_000,
 }
-# A renamed copy of the demonstrations has the keys of the copy before, plus this.
+# The number of keys of a part. A renamed copy has the keys of the copy before plus this number.
 KEYS_PER_PART = 1_000_000
-# The years in which facts of the world lie.
+# First and last year in pre-training documents.
 PRETRAINING_YEARS = (1850, 2015)
-# These years, and the moved years of renamed copies.
+# First and last year of all facts, including the moved years of renamed copies.
 YEARS = (1780, 2040)
-# How often the tokenizer is shown all years, so that each becomes one token.
+# The tokenizer text has all years this many times, so that each year becomes one token.
 YEAR_REPEATS = 50
-# How many questions of each training-side part the tokenizer is shown, and of how many entities the
-# triples. It is shown the names of all entities.
+# The tokenizer text has this many questions of each training-side part, and the triples of this
+# many entities. It has the names of all entities.
 TOKENIZER_QUESTIONS = 1000
 TOKENIZER_ENTITIES = 300
 NAMES_PER_LINE = 10
-# The share of the pre-training documents that state common knowledge, where there is any.
+# The share of pre-training documents that state common knowledge, if questions ask for it.
 KNOWN_SHARE = 0.7
-# How many facts such a document states at most.
+# The maximum number of facts that such a document states.
 KNOWN_FACTS = 6
 
 
@@ -75,16 +77,16 @@ def build(config: TinyWorldConfig) -> "TinyWorld":
         value = getattr(config, field)
         if not lower_limit <= value <= upper_limit:
             raise UserError(
-                f"the tiny world takes {field} from {lower_limit} to {upper_limit}, and the "
-                f"configuration says {value}"
+                f"task.{field} is {value} and must be from {lower_limit} to {upper_limit} for the "
+                "tiny world"
             )
     return TinyWorld(config)
 
 
 class TinyGraph:
-    """The encyclopaedia as a knowledge graph.
+    """An environment that searches the encyclopaedia as a knowledge graph.
 
-    A search returns the triples that name an entity, at most `facts_per_entity` of them.
+    A search returns at most `facts_per_entity` triples of an entity.
     """
 
     kind: EnvironmentKind = "graph"
@@ -94,21 +96,19 @@ class TinyGraph:
         self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Return the triples of an entity, in an order that the query does not change.
+        """Return the triples of an entity. The query has no influence on them or their order.
 
-        Choosing among them is the worker's part.
+        The worker has to choose among the triples. Raises ValueError without an entity.
         """
         if entity is None:
-            raise ValueError(
-                "a graph search names the entity whose triples it wants, and this one names none"
-            )
+            raise ValueError("the search names no entity, but a graph is searched by entity")
         self.statistics = self.statistics.with_more(queries=1)
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """Return an entity's triples and some that point at it, shuffled.
+        """Return the triples of an entity and some triples that point at it, shuffled.
 
-        There are at most `facts_per_entity` in all. An unknown key has none.
+        There are at most `facts_per_entity` triples. The result is empty for an unknown key.
         """
         location = self._world.locate(key)
         if location is None:
@@ -129,7 +129,10 @@ class TinyGraph:
 
 
 class TinyWorld:
-    """Implements `Task` and `FromScratchTask`. A part is generated on first use."""
+    """The task of the tiny world. It implements `Task` and `FromScratchTask`.
+
+    A part is generated on first use.
+    """
 
     name = "tiny_world"
     rule: Rule = "two_wiki"
@@ -144,7 +147,7 @@ class TinyWorld:
             "dev": config.dev_questions,
             "test": config.test_questions,
         }
-        # Each is generated once, on first use.
+        # Each result is computed once, on first use.
         self._part = cache(self._generate_part)
         self._plans = cache(self._draw_plans)
         self._part_questions = cache(self._write_questions)
@@ -155,32 +158,37 @@ class TinyWorld:
         return self._part_questions(split, 0)
 
     def environment(self, question: Question) -> Environment:
-        """Return the one graph, or the passages of the question's part."""
+        """Return the environment of this question: the graph, or the passages of its part."""
         if self.config.environment == "graph":
             return self.graph
-        # An id is "tiny-PART-NUMBER", and of a renamed copy "tiny-PART-NUMBER-COPY".
+        # The id of a question is "tiny-PART-NUMBER". In a renamed copy it is
+        # "tiny-PART-NUMBER-COPY".
         part, _, number_and_copy = question.id.removeprefix("tiny-").partition("-")
         _, _, copy = number_and_copy.partition("-")
         return self._passages(cast(Part, part), int(copy or 0))
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
-        """Yield the original demonstrations, then copy after copy, each with its environment."""
+        """Yield the original demonstrations, then each copy of them, with their environments."""
         for copy in range(1 + self.config.augmented_copies):
             for question in self._part_questions("demonstration", copy):
                 yield question, self.environment(question)
 
     def _generate_part(self, part: Part, copy: int) -> WorldPart:
+        """Generate a part of the world, or a renamed copy of it."""
         return WorldPart(part, self.config, questions=self._sizes[part], copy=copy)
 
     def _draw_plans(self, part: Part) -> list[Plan]:
+        """Draw the questions of a part."""
         return draw_plans(self._part(part, 0), self.config, count=self._sizes[part])
 
     def _write_questions(self, part: Part, copy: int) -> list[Question]:
+        """Return the questions of a part, or of a renamed copy of it."""
         world_part = self._part(part, copy)
         plans = self._plans(part)
         return [_question(world_part, number, plan) for number, plan in enumerate(plans)]
 
     def _open_passages(self, part: Part, copy: int) -> Environment:
+        """Return an environment that searches the passages of a part, one for each entity."""
         world_part = self._part(part, copy)
         passages = [
             Passage(
@@ -192,12 +200,12 @@ class TinyWorld:
         return TextEnvironment(retriever, self.config.top_k)
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
-        """Return part and number of the entity with this key. None: there is no such entity."""
+        """Return the part and the number of the entity with this key, or None for other keys."""
         if not (key.startswith("Q") and key[1:].isdecimal()):
             return None
 
-        # Blocks of keys are counted from 1: one for each part, then one for each renamed copy of
-        # the last part, the demonstrations.
+        # Keys are in blocks that are numbered from 1. There is one block for each part, then one
+        # for each renamed copy of the last part, the demonstrations.
         block, number = divmod(int(key[1:]), KEYS_PER_PART)
         parts = tuple(FIRST_KEY)
         if not 1 <= block <= len(parts) + self.config.augmented_copies:
@@ -209,9 +217,9 @@ class TinyWorld:
         return (world_part, number) if number < len(world_part.labels) else None
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Yield questions, names and triples of the two training-side parts.
+        """Yield questions, names and triples of the two parts of the training side.
 
-        The test part is not even generated.
+        Dev and test are not even generated for it.
         """
         years = " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
         yield from itertools.repeat(years, YEAR_REPEATS)
@@ -228,10 +236,10 @@ class TinyWorld:
                     yield material.text
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Return endless documents, made of the labels and values of the train part.
+        """Return documents from the labels and values of the train part, without end.
 
-        `pretraining_text.py` says how. Where the configuration asks for common knowledge, other
-        documents between them state it.
+        `pretraining_text.py` describes them. If `common_knowledge` is above 0, further documents
+        between them state common knowledge.
         """
         world_part = self._part("train", 0)
         labels: dict[str, list[str]] = {}
@@ -254,29 +262,32 @@ class TinyWorld:
         return self._with_known_facts(other_documents, seed)
 
     def _with_known_facts(self, other_documents: Iterator[str], seed: int) -> Iterator[str]:
-        """Yield documents that state common knowledge, between the other documents.
+        """Yield documents that state common knowledge, mixed with the other documents.
 
-        They state the facts that questions of known kinds ask about, in all splits. All facts about
-        known entities would be ten times as many, each read too seldom to be remembered.
+        They state the facts that questions about common knowledge ask for, in all splits. All facts
+        about known entities would be ten times as many. Then a model would read each fact too
+        rarely to remember it.
 
-        A fact often follows a question that it answers or helps to answer, because a fact that was
-        only ever stated is not recalled in an episode. About half of the sentences say "unknown" of
-        a recombined name. A model that never read that answers everything, or nothing.
+        A fact often follows a question that it answers or helps to answer. A fact that is only
+        stated is not recalled in an episode. About half of the sentences are about a recombined
+        name and say "unknown". Without them a model learns to answer everything, or nothing.
         """
         facts: dict[Evidence, None] = {}
         for part in FIRST_KEY:
             for question in self._part_questions(part, 0):
                 if question.is_known:
                     facts |= dict.fromkeys(question.evidences)
-        objects: dict[tuple[str, str], str] = {}  # (relation, subject) -> object
-        subjects: dict[str, list[str]] = {}  # relation -> subjects
+        # The object of each (relation, subject), and the subjects of each relation.
+        objects: dict[tuple[str, str], str] = {}
+        subjects: dict[str, list[str]] = {}
         for fact in facts:
             objects[fact.relation, fact.subject] = fact.object
             subjects.setdefault(fact.relation, []).append(fact.subject)
         if not objects:
             raise UserError(
-                f"common_knowledge is {self.config.common_knowledge} and no question is about "
-                "known entities alone: raise it or ask more questions, or set it to 0"
+                f"task.common_knowledge is {self.config.common_knowledge}, but no question is "
+                "about common knowledge alone: raise task.common_knowledge or the numbers of "
+                "questions, or set task.common_knowledge to 0"
             )
 
         draw = random.Random(f"known {seed}")
@@ -292,9 +303,14 @@ def _known_facts_document(
     objects: Mapping[tuple[str, str], str],
     subjects: Mapping[str, Sequence[str]],
 ) -> str:
-    """Return a document of some facts, as `TinyWorld._with_known_facts` describes it."""
+    """Return a document that states some facts, as `TinyWorld._with_known_facts` describes.
+
+    `objects` holds the object of each (relation, subject), and `subjects` the subjects of each
+    relation.
+    """
     fact_count = min(len(objects), draw.randint(1, KNOWN_FACTS))
-    stated_facts: list[tuple[str, str]] = []  # (relation, subject)
+    # Each entry is (relation, subject).
+    stated_facts: list[tuple[str, str]] = []
     for relation, subject in draw.sample([*objects], fact_count):
         if draw.random() < 0.5:
             stated_facts.append((relation, subject))
@@ -316,14 +332,17 @@ def _known_facts_document(
 
 
 def _recombined_name(draw: random.Random, name: str, other_names: Sequence[str]) -> str:
-    """Return the name with the last word of another one. A subject may have this name."""
+    """Return a name whose last word is replaced by the last word of another name.
+
+    It can happen to be the name of a subject.
+    """
     *first_words, _ = name.split()
     last_word = draw.choice(other_names).split()[-1]
     return " ".join([*first_words, last_word])
 
 
 def _question(part: WorldPart, number: int, plan: Plan) -> Question:
-    """Write a question out."""
+    """Return the question of a plan."""
     template = plan.template
     id = f"tiny-{part.part}-{number:06d}"
     if part.copy:
@@ -340,7 +359,7 @@ def _question(part: WorldPart, number: int, plan: Plan) -> Question:
         id=id,
         text=template.wordings[plan.wording].format_map(topic_of_letter),
         answers=(template.answer(topics, ends),),
-        # Only graphs read the candidates.
+        # The candidates are only used with graphs.
         candidates=tuple(_entity(part, topic) for topic in plan.topics),
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
@@ -359,7 +378,7 @@ def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[Gold
 
 
 def _passage_text(part: WorldPart, number: int) -> str:
-    """Return what the graph says of an entity, one sentence a fact."""
+    """Return the passage about an entity, with one sentence for each fact in the graph."""
     sentences = [f"{part.labels[number]} is a {part.kinds[number]}."]
     for relation, value in part.facts[number].items():
         if (number, relation) not in part.hidden:
@@ -368,7 +387,7 @@ def _passage_text(part: WorldPart, number: int) -> str:
 
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
-    """Return the evidences step by step, and within a step topic by topic."""
+    """Return the evidences of a plan: step by step, and within a step topic by topic."""
     evidences = []
     for step, relation in enumerate(plan.template.path):
         for topic, chain in zip(plan.topics, plan.chains, strict=True):
@@ -386,7 +405,7 @@ def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
 
 
 def _material(part: WorldPart, number: int, relation: str) -> Material:
-    """Return a triple as a search shows it."""
+    """Return a triple as a search result."""
     value = part.facts[number][relation]
     ends = (number, value) if isinstance(value, int) else (number,)
     return Material(
@@ -396,15 +415,17 @@ def _material(part: WorldPart, number: int, relation: str) -> Material:
 
 
 def _entity(part: WorldPart, number: int) -> Entity:
+    """Return an entity of a part with its key and label."""
     return Entity(id=_key(part, number), label=part.labels[number])
 
 
 def _label(part: WorldPart, value: Value) -> str:
+    """Return the label of an entity. A literal is its own label."""
     return part.labels[value] if isinstance(value, int) else value
 
 
 def _key(part: WorldPart, value: Value) -> str:
-    """Return the key of an entity. A literal has an empty one."""
+    """Return the key of an entity. The key of a literal is empty."""
     if not isinstance(value, int):
         return ""
     return f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}"

@@ -1,1 +1,1 @@
-"""2WikiMultihopQA in its official record formats, over triples and over passages."""
+"""2WikiMultihopQA, read from its official files, over a knowledge graph or over passages."""

@@ -1,10 +1,10 @@
-"""Other names of an answer, from `id_aliases.json` of 2WikiMultihopQA.
+"""Read other names of answers from `id_aliases.json` of 2WikiMultihopQA.
 
-The file comes with the release that has `answer_id` (December 2020).
+The file is part of the release whose questions have an `answer_id` (December 2020).
 
-A line of the file is `{"Q_id": ..., "aliases": [...], "demonyms": [...]}`. The official script
-(`2wikimultihop_evaluate_v1.1.py`) counts both lists of a question's `answer_id` as gold answers. So
-do the scores and the rewards here: the aliases are added to `Question.answers` behind the gold
+A line of the file is `{"Q_id": ..., "aliases": [...], "demonyms": [...]}`. For the `answer_id` of a
+question, the official script (`2wikimultihop_evaluate_v1.1.py`) accepts both lists as gold answers.
+Scores and rewards do the same here: the names are added to `Question.answers` after the gold
 answer.
 """
 
@@ -19,19 +19,17 @@ from mujica_jax.tasks.question_fields import check_characters, check_not_blank
 from mujica_jax.tasks.two_wiki.records import Record
 
 ALIAS_FILE = "id_aliases.json"
-ADVICE = (
-    "take the file that came in one archive with these questions (data_ids.zip), or take it away"
-)
+ADVICE = "use the file from the same archive as these questions (data_ids.zip), or remove it"
 
 
 def alias_file(folder: Path) -> Path | None:
-    """Return the folder's file of aliases, plain or .gz, if it has one."""
+    """Return the folder's file of aliases, plain or .gz, or None if there is none."""
     files = [folder / f"{ALIAS_FILE}{suffix}" for suffix in ("", ".gz")]
     return next((file for file in files if file.is_file()), None)
 
 
 def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-    """Return the aliases of the questions' answers by id.
+    """Return the aliases of the questions' answers, by answer id.
 
     Raises UserError for a file of another release.
     """
@@ -41,17 +39,18 @@ def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[s
         if answer_ids:
             reason = "none of its ids is the answer_id of a question"
         else:
-            reason = "they have no answer_id"
+            reason = "the questions have no answer_id"
         raise UserError(
-            f"{file} belongs to another release than the questions beside it: {reason}; {ADVICE}"
+            f"{file} belongs to another release than the questions in its folder: {reason}; "
+            f"{ADVICE}"
         )
     return aliases
 
 
 def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Read the aliases and demonyms of these ids.
+    """Return the aliases and demonyms of these answer ids.
 
-    Raises UserError with the line that is not in the format.
+    Raises UserError for a line that is not in the format. The message names the line.
     """
     with explained(file):
         check_not_blank(file, holds="alias")
@@ -64,7 +63,7 @@ def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str
 
 
 def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...]]) -> list[Record]:
-    """Return the records with the aliases of their answers among the answers."""
+    """Return the records with the aliases added to their answers."""
     complete: list[Record] = []
     for record in records:
         answers = dict.fromkeys((*record.answers, *aliases.get(record.answer_id, ())))
@@ -73,10 +72,7 @@ def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...
 
 
 def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) -> object:
-    """Return a record in the layout of its file.
-
-    The aliases of its answer are among its `answer_aliases`.
-    """
+    """Return an official record with the aliases of its answer added to its `answer_aliases`."""
     if not isinstance(record, Mapping):
         return record
     answer_aliases = aliases.get(record.get("answer_id") or "")
@@ -95,7 +91,7 @@ def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
     demonyms = fields.get("demonyms")
     if not (isinstance(answer_id, str) and _are_texts(aliases) and _are_texts(demonyms)):
         raise UserError(
-            f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object "
+            f"{place}: this is no line of {ALIAS_FILE} of 2WikiMultihopQA v1.1, which is an object "
             f"with the id Q_id and the lists aliases and demonyms; {ADVICE}"
         )
     names = [*aliases, *demonyms]

@@ -1,16 +1,16 @@
-"""Renamed copies of gold chains, so that a model learns to copy names instead of memorising them.
+"""Rename the entities of gold chains, so that a model learns to copy names, not to memorise them.
 
-A copy keeps a question's wording, relations and structure. The rest changes:
+A renamed copy keeps the wording, the relations and the structure of a question. The rest changes:
 
-- Every entity of the question and of its small graph gets a new name. It is put together from words
-  of training-side names of the same sort: people, works, places or organisations. A word is
-  replaced by the same word everywhere in a copy. So families keep a common surname, and a title
-  keeps its resemblance to its alias.
-- Countries become other countries in the same form ("American" -> "French", "Italy" -> "Peru"), one
-  to one.
-- Dates keep their written form. The dates of an entity move together by a number of years.
-- Answers are computed again from the changed evidence.
-- Distractor triples are added, of relations that the entity did not have, and all triples are
+- Every entity of the question and of its small graph gets a new name. The words of the new name are
+  taken from training-side names of the same sort: people, works, places or organisations. In one
+  copy, a word is always replaced by the same word. So families keep a common surname, and a title
+  still resembles its alias.
+- Countries become other countries in the same form ("American" -> "French", "Italy" -> "Peru").
+  Different countries become different countries.
+- Dates keep their written form. All dates of an entity move by the same number of years.
+- Answers are computed anew from the changed evidence.
+- Distractor triples are added, with relations that the entity did not have. All triples are then
   shuffled.
 """
 
@@ -25,12 +25,13 @@ from typing import Literal
 from mujica_jax.retrieval.graph.triples import Triple, without_parenthesis
 from mujica_jax.tasks.two_wiki.chains import COUNTRY_FORMS, MONTHS, country_form, parse_date
 
+# The sorts of entities and labels. "closed" are the objects of CLOSED_RELATIONS.
 Sort = Literal["person", "work", "place", "organisation", "country", "closed", "other"]
 
 COUNTRY_RELATIONS = frozenset({"country", "country of citizenship", "country of origin"})
-# The objects of these relations are swapped as whole labels.
+# The objects of these relations are replaced as whole labels.
 CLOSED_RELATIONS = frozenset({"cause of death", "award received", "occupation"})
-# The relations that tell the sort of their object, and those that tell the sort of their subject.
+# The relations that tell the sort of their object.
 _OBJECTS: dict[Sort, tuple[str, ...]] = {
     "country": tuple(COUNTRY_RELATIONS),
     "closed": tuple(CLOSED_RELATIONS),
@@ -55,6 +56,7 @@ _OBJECTS: dict[Sort, tuple[str, ...]] = {
         "screenwriter",
     ),
 }
+# The relations that tell the sort of their subject.
 _SUBJECTS: dict[Sort, tuple[str, ...]] = {
     "place": ("country",),
     "organisation": ("inception", "founded by"),
@@ -100,8 +102,8 @@ SORT_OF_SUBJECT: dict[str, Sort] = {
     relation: sort for sort, relations in _SUBJECTS.items() for relation in relations
 }
 
-# Words that give a name its form and stay in it: articles and particles, ranks, kinds of
-# institutions and places.
+# Words that stay in a renamed name, because they give it its form: articles and particles, ranks,
+# kinds of institutions and places.
 KEPT_WORDS = frozenset(
     """
     a an the of and in on at to for from by with or vs n o und et y e de la le les l' du des d'
@@ -120,15 +122,18 @@ KEPT_WORDS = frozenset(
 ROMAN_NUMERALS = ("II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
 INITIALS = "ABCDEFGHJKLMNPRSTW"
 ORDINALS = ("1st", "2nd", "3rd", *(f"{number}th" for number in range(4, 20)))
+# Replacements for years in names.
 YEARS = tuple(str(year) for year in range(1900, 2020))
+# Dates move by at most this number of years.
 MAX_YEAR_SHIFT = 80
+# Dates do not move beyond this year.
 LAST_YEAR = 2020
-# How often a word is drawn again while it already replaces another one.
+# Maximum number of times a word is drawn again because it already replaces another word.
 WORD_DRAWS = 8
-# How many countries are drawn at once. The first that replaces no other one is used.
+# Number of countries that are drawn at once. The first that replaces no other country is used.
 COUNTRY_DRAWS = 20
 
-# What is before the core of a word, the core, and what is after it.
+# The characters before the core of a word, the core, and the characters after it.
 _cover = re.compile(r"^(\W*)(.*?)((?:['’][sS])?\W*)$", re.DOTALL)
 _initials = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 _ordinal = re.compile(r"\d+(st|nd|rd|th)", re.IGNORECASE)
@@ -139,32 +144,35 @@ _day = re.compile(r"(?<!\d)\d{1,2}(?=\s+[A-Za-z]|,)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A word of a label: its core, what is around it, and what is known about it.
-
-    `is_fixed` says that renaming leaves the word as it is. `is_last` marks the family name.
-    """
+    """A word of a label, divided into its core and the characters around it."""
 
     word: str
+    # Punctuation before the core.
     before: str
     core: str
+    # Punctuation and "'s" after the core.
     after: str
+    # Whether renaming leaves the word as it is.
     is_fixed: bool
+    # Whether the core is a number, an ordinal or a Roman numeral.
     is_number: bool
+    # Whether the word is at the position of the family name.
     is_last: bool
 
 
 class NameParts:
-    """The parts of new names: words, closed labels and facts of the training side.
+    """The material of new names: words, closed labels and facts from training triples.
 
-    - `words`: by sort and place in the name, see `_pool_key`.
+    - `words`: words by sort and by position in the name, see `_pool_key`.
     - `closed`: the labels of each closed relation.
     - `facts`: triples by the sort of their subject, for distractors.
-    - `references`: triples of works with a person, for distractors that point at a person.
-    - `countries`: how often each form of a country stands in the triples, by (country, whether it
-      is its people, label as written).
-    - `country_labels`: the labels of (country, whether it is its people), and how often each stands
-      there.
-    - `country_names` and `country_weights`: all countries, and how often each stands there.
+    - `references`: triples from a work to a person, for distractors that point at a person.
+    - `countries`: the number of times that each form of a country occurs in the triples. The key is
+      (country, whether the form names its people, label as written).
+    - `country_labels`: the labels of (country, whether they name its people), and the number of
+      times that each of them occurs.
+    - `country_names` and `country_weights`: all countries, and the number of times that each of
+      them occurs.
     """
 
     def __init__(self, triples: Iterable[Triple]) -> None:
@@ -172,7 +180,7 @@ class NameParts:
         self.facts: dict[Sort, list[Triple]] = {}
         self.references: list[Triple] = []
 
-        # Dictionaries stand for ordered sets here.
+        # The inner dictionaries are used as ordered sets.
         words: dict[tuple[Sort, str], dict[str, None]] = {}
         closed_labels: dict[str, dict[str, None]] = {}
         for triple in triples:
@@ -210,9 +218,10 @@ class NameParts:
         self.country_weights = tuple(totals.values())
 
     def pool(self, piece: Piece, sort: Sort) -> tuple[str, ...]:
-        """Return the words that can stand for the piece.
+        """Return the words that can replace the piece.
 
-        They are of another sort where the training side has none of this one.
+        They are of another sort if the training triples have no words of this sort. Raises
+        ValueError if they have no words at all.
         """
         keys: tuple[tuple[Sort, str], ...] = (
             _pool_key(piece, sort),
@@ -223,13 +232,14 @@ class NameParts:
         for key in keys:
             if key in self.words:
                 return self.words[key]
-        raise ValueError("new names need words, and the training triples have no label with one")
+        raise ValueError("new names need words, but no label of the training triples has a word")
 
 
 class Renamer:
     """The renaming of one copy.
 
-    Every word, country and closed label has one replacement, and no two have the same.
+    Every word, country and closed label has one replacement. As far as possible, no two of them
+    have the same replacement.
     """
 
     def __init__(self, parts: NameParts, random: random.Random) -> None:
@@ -239,9 +249,9 @@ class Renamer:
         self._used_replacements: set[str] = set()
 
     def label(self, label: str, sort: Sort, relation: str = "") -> str:
-        """Return a new name of the same form.
+        """Return a new name in the form of this label.
 
-        Labels of the sorts "closed" and "country" need their `relation`.
+        A label of the sort "closed" needs its `relation`.
         """
         if sort == "closed":
             if relation in self.parts.closed:
@@ -258,9 +268,10 @@ class Renamer:
         return " ".join(new_words)
 
     def date(self, text: str, shift_years: int, *, move_day: bool) -> str:
-        """Return the date moved by years, in the same written form.
+        """Return the date moved by a number of years, in the same written form.
 
-        `move_day` draws day and month again, where the date ends in its year.
+        With `move_day`, day and month are drawn anew if the date ends with its year. A text that is
+        no date is returned unchanged.
         """
         date = parse_date(text)
         if date is None:
@@ -277,16 +288,16 @@ class Renamer:
         return f"{head}{date[0] + shift_years}{tail}"
 
     def year_shift(self, years: Sequence[int], first: int) -> int:
-        """Draw by how many years all dates of one entity move.
+        """Draw the number of years by which all dates of one entity move.
 
-        They stay between the year `first` and the present.
+        The moved years are between `first` and LAST_YEAR. The result is 0 if that is not possible.
         """
         min_shift = max(-MAX_YEAR_SHIFT, first - min(years))
         max_shift = min(MAX_YEAR_SHIFT, LAST_YEAR - max(years))
         return self.random.randint(min_shift, max_shift) if min_shift <= max_shift else 0
 
     def _word(self, piece: Piece, sort: Sort) -> str:
-        """Return the word that replaces a piece, in the same capitals."""
+        """Return the word that replaces a piece, with the same capitalisation."""
         core = piece.core
         folded_core = core.casefold()
         if piece.is_number:
@@ -304,7 +315,7 @@ class Renamer:
         return piece.before + new_core + piece.after
 
     def _number(self, core: str) -> str:
-        """Return the number that replaces a number of the same kind."""
+        """Return the replacement for a number. It is a number of the same kind."""
         if core in ROMAN_NUMERALS:
             return self._replacement(core, ROMAN_NUMERALS)
         if _ordinal.fullmatch(core):
@@ -315,17 +326,21 @@ class Renamer:
         return self._replacement(core, ["".join(digits)])
 
     def _country(self, label: str) -> str:
-        """Return another country in the form of `label`: a name for a name, people for people."""
+        """Return another country in the form of `label`.
+
+        The name of a country becomes a name, and the name of its people the name of people.
+        """
         name, is_people = COUNTRY_FORMS[country_form(label)]
 
-        # One country replaces another one, in all forms.
+        # All forms of a country are replaced by the same other country.
         country_key = f"country {name}"
         if country_key not in self._replacements:
             new_name = self._unused_country() or name
             self._replacements[country_key] = new_name
             self._used_replacements.add(f"country {new_name}")
 
-        # A label stands for a label, as often as the training side writes it.
+        # Each label is replaced by one label of the new country. Labels that occur more often in
+        # the training triples are drawn more often.
         label_key = f"as {label}"
         if label_key not in self._replacements:
             new_name = self._replacements[country_key]
@@ -338,7 +353,7 @@ class Renamer:
         return self._replacements[label_key]
 
     def _unused_country(self) -> str | None:
-        """Draw some countries. Return the first that replaces none yet, or None."""
+        """Draw countries, and return the first that replaces no other country, or None."""
         candidates = self.random.choices(
             self.parts.country_names, self.parts.country_weights, k=COUNTRY_DRAWS
         )
@@ -348,9 +363,9 @@ class Renamer:
         return None
 
     def _replacement(self, key: str, pool: Sequence[str]) -> str:
-        """Return the replacement for `key`, drawn from the pool on first use.
+        """Return the replacement of `key`. It is drawn from the pool on first use.
 
-        It differs from the replacements of all other keys where that is possible.
+        As far as possible, it differs from the replacements of all other keys.
         """
         if key in self._replacements:
             return self._replacements[key]
@@ -400,7 +415,7 @@ def _pieces(label: str) -> tuple[Piece, ...]:
 def _last_word(words: Sequence[str]) -> int:
     """Return the position of the family name.
 
-    That is the last word before a comma or parenthesis which is no numeral and no kept word.
+    It is the last word before a comma or parenthesis that is no Roman numeral and no kept word.
     """
     last_position = 0
     for position, word in enumerate(words):
@@ -415,9 +430,10 @@ def _last_word(words: Sequence[str]) -> int:
 
 
 def _pool_key(piece: Piece, sort: Sort) -> tuple[Sort, str]:
-    """Return the key of the words that can stand for a piece.
+    """Return the key in `NameParts.words` of the words that can replace a piece.
 
-    Its second part is "lower" for small words, "last" for family names, and else empty.
+    The second part of the key is "lower" for words in lower case and "last" for family names.
+    Otherwise it is empty.
     """
     if piece.core[0].islower():
         return sort, "lower"
@@ -434,6 +450,6 @@ def _collect(words: dict[tuple[Sort, str], dict[str, None]], label: str, sort: S
 
 
 def _plain_form(name: str, is_people: bool) -> str:
-    """Return the first form in which the data write a country, or its people."""
+    """Return the first known form of a country's name, or of the name of its people."""
     forms = [form for form, country in COUNTRY_FORMS.items() if country == (name, is_people)]
     return forms[0].title()

@@ -1,9 +1,9 @@
-"""Conclude the answer from gold evidence, as a planner must in 2WikiMultihopQA.
+"""Derive the answers of 2WikiMultihopQA questions from their gold evidence, as a planner does.
 
-Compositional and inference questions end at the object of the last evidence. Comparison questions
-name two entities and compare a date, a life span, a country or a number of directors; bridge
-comparisons compare the same of the two films' directors. Scripted demonstrations are made only of
-questions whose gold answer these functions reproduce.
+The answer of a compositional or inference question is the object of its last evidence. A comparison
+question names two entities and compares a date, a life span, a country or a number of directors. A
+bridge comparison compares the same for the directors of two films. Scripted demonstrations are only
+made from questions whose gold answer these functions reproduce.
 """
 
 import re
@@ -16,18 +16,20 @@ from mujica_jax.records import Evidence, Question
 from mujica_jax.retrieval.graph import values
 
 ComparisonRule = Literal["earlier_date", "later_date", "longer_life", "same", "more"]
-Date = tuple[int, int, int]  # year (negative before Christ), month and day; 0 where unknown
+# Year, month and day. Years before Christ are negative. An unknown month or day is 0.
+Date = tuple[int, int, int]
 
 MONTHS = tuple(month.lower() for month in values.MONTHS)
+# Average length of a year and of a month in days.
 DAYS_A_YEAR = 365.2425
 DAYS_A_MONTH = 30.436875
 
 
 def _country_forms() -> dict[str, tuple[str, bool]]:
-    """Return the country of every form in which the data write one.
+    """Return (country, whether the form names its people) for every form of a country's name.
 
-    The second value tells whether the form names the country's people. A line of `countries.txt`
-    has the country's name, its people after the colon, and other names after the semicolon.
+    A line of `countries.txt` begins with the name of a country. The names of its people follow
+    after the colon, and other names of the country after the semicolon.
     """
     forms: dict[str, tuple[str, bool]] = {}
     for line in Path(__file__).with_name("countries.txt").read_text().splitlines():
@@ -54,9 +56,10 @@ _two_names_then_rule = re.compile(r"was .+ or .+ (first|earlier|later|last)\W*$"
 
 
 def comparison_rule(question_text: str) -> ComparisonRule | None:
-    """Return what a comparison asks of its two entities, by the words outside their names.
+    """Return the rule by which a question compares its two entities.
 
-    The result is None for a question that is no comparison.
+    It is found by the words outside the names of the entities. The result is None for a question
+    that is no comparison.
     """
     text = question_text.strip()
 
@@ -83,12 +86,13 @@ def comparison_rule(question_text: str) -> ComparisonRule | None:
 
 
 def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Return the evidences in the rounds in which a planner can ask them.
+    """Return the evidences, grouped into the rounds in which a planner can ask for them.
 
-    An evidence is asked in the round after the one that finds its subject.
+    An evidence is in the round after the round that finds its subject.
     """
     rounds: list[list[Evidence]] = []
-    round_of: list[int] = []  # the round of each evidence
+    # The round of each evidence.
+    round_of: list[int] = []
     for position, evidence in enumerate(evidences):
         round_number = 0
         for earlier_position in range(position):
@@ -102,9 +106,9 @@ def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
 
 
 def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """Return the last evidences of each chain, by the chain's first entity.
+    """Return the last evidences of each chain, by the first entity of the chain.
 
-    The result is empty if a chain breaks off or has over two steps.
+    The result is empty if a chain is incomplete or has more than two steps.
     """
     rounds = evidence_rounds(evidences)
     if not rounds or len(rounds) > 2:
@@ -124,9 +128,9 @@ def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
 
 
 def answer_from_evidence(question: Question) -> str | None:
-    """Return the answer that follows from the gold evidences, in the graph's own labels.
+    """Return the answer that follows from the gold evidences, with the labels of the graph.
 
-    The result is None where none follows.
+    The result is None if no answer follows.
     """
     if question.kind in ("compositional", "inference"):
         rounds = evidence_rounds(question.evidences)
@@ -153,30 +157,30 @@ def answer_from_evidence(question: Question) -> str | None:
 
 
 def follows_from_evidence(question: Question) -> bool:
-    """Return whether the gold answer is reproduced (exact match under the 2Wiki rule)."""
+    """Return whether the gold evidences give the gold answer (exact match by the 2Wiki rule)."""
     answer = answer_from_evidence(question)
     return answer is not None and score(answer, question.answers, "two_wiki").em == 1.0
 
 
 def country(label: str) -> str:
-    """Return one name for a country however the data write it.
+    """Return the same name for all forms of a country's name.
 
-    "American", "U.S." and "United States" have the same.
+    For example, "American", "U.S." and "United States" give the same name.
     """
     form = country_form(label)
     return COUNTRY_FORMS[form][0] if form in COUNTRY_FORMS else form
 
 
 def country_form(label: str) -> str:
-    """Return the label as `COUNTRY_FORMS` writes it."""
+    """Return the label in the form of the keys of `COUNTRY_FORMS`."""
     return " ".join(label.lower().replace(".", "").replace("'", "").split())
 
 
 def parse_date(text: str) -> Date | None:
-    """Return the date that a text says, or None if it says none.
+    """Return the date that a text states, or None if it states none.
 
-    The forms are "November 14, 1961", "14 November 1961", "March 1961", "1961" and "1961-03-02",
-    all of them also with BC.
+    The forms are "November 14, 1961", "14 November 1961", "March 1961", "1961" and "1961-03-02".
+    Each form may end with BC.
     """
     text = text.strip().lower()
     before_christ = re.search(r"\s+(bc|bce)$", text)
@@ -205,10 +209,10 @@ def parse_date(text: str) -> Date | None:
 
 
 def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
-    """Return the answers, followed by the dates among them as a knowledge graph prints them.
+    """Return the answers, followed by their dates in the form of a knowledge graph.
 
-    The data write "June 9, 1880" or "9 June 1880", and every graph prints the second
-    (`retrieval/graph/values.py`). It prints the first of January as its year.
+    The data set writes "June 9, 1880" or "9 June 1880". Every graph prints the second form
+    (`retrieval/graph/values.py`). The first of January is printed as the year alone.
     """
     printed = []
     for answer in answers:
@@ -229,7 +233,7 @@ def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
 def compare_dates(first: Date, second: Date) -> int:
     """Return -1 if the first date is earlier, 1 if it is later, 0 if equal or not comparable.
 
-    Parts that one side lacks do not count.
+    Year, month and day are compared in this order, until one of them is unknown.
     """
     for first_part, second_part in zip(first, second, strict=True):
         if first_part == 0 or second_part == 0:
@@ -240,9 +244,9 @@ def compare_dates(first: Date, second: Date) -> int:
 
 
 def _order(first: list[Evidence], second: list[Evidence], rule: ComparisonRule) -> int:
-    """Return -1 where the quantity of the first side is smaller, 1 where it is larger.
+    """Return -1 if the quantity of the first side is smaller, and 1 if it is larger.
 
-    The result is 0 where they are equal or that cannot be told.
+    The result is 0 if the quantities are equal or cannot be compared.
     """
     if rule == "more":
         return _sign(len(first) - len(second))
@@ -264,11 +268,12 @@ def _order(first: list[Evidence], second: list[Evidence], rule: ComparisonRule) 
 
 
 def _sign(difference: float) -> int:
+    """Return -1, 0 or 1."""
     return (difference > 0) - (difference < 0)
 
 
 def _life_days(evidences: list[Evidence]) -> float | None:
-    """Return the length of a life in days, or None where it cannot be told."""
+    """Return the length of a life in days, or None if birth or death is unknown."""
     dates_by_relation = {evidence.relation: parse_date(evidence.object) for evidence in evidences}
     birth = dates_by_relation.get("date of birth")
     death = dates_by_relation.get("date of death")
@@ -278,13 +283,13 @@ def _life_days(evidences: list[Evidence]) -> float | None:
 
 
 def _days(date: Date) -> float:
-    """Return the days since year 0. An unknown month or day counts as the middle."""
+    """Return the days since year 0. The middle is used for an unknown month or day."""
     year, month, day = date
     return year * DAYS_A_YEAR + (month or 6.5) * DAYS_A_MONTH + (day or 15 * bool(month))
 
 
 def _month(name: str | None) -> int:
-    """Return 1 to 12 for a month or its abbreviation, 0 for none, -1 for any other word."""
+    """Return 1 to 12 for a month or its abbreviation, 0 for None, and -1 for any other word."""
     if name is None:
         return 0
     if len(name) >= 3:

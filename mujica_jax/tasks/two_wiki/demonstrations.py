@@ -1,8 +1,8 @@
-"""Renamed copies of questions with usable gold chains, for scripted demonstrations.
+"""Make renamed copies of questions with complete gold chains, for scripted demonstrations.
 
-Each copy has a small graph of its own. A copy is made when it is read, from the question's id and
-the copy's number alone, in about a third of a millisecond. Nothing is stored. `augmentation.py`
-says how names change.
+Each copy has its own small graph. A copy is determined by the question's id and the copy's number.
+It is made when it is needed, in about a third of a millisecond, and never stored. `augmentation.py`
+describes how names change.
 """
 
 import dataclasses
@@ -23,26 +23,29 @@ from mujica_jax.tasks.two_wiki.augmentation import (
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, parse_date
 from mujica_jax.tasks.two_wiki.records import Mention, mentions
 
-# How many triples of the real graph a copy takes over for each entity of the chain.
+# Maximum number of triples of the real graph that a copy keeps for each entity of the chain.
 NEIGHBOURS = 12
-# How many distractors a copy adds to an entity is drawn from here.
+# The number of distractors that a copy adds to an entity is drawn from this tuple.
 EXTRA_FACTS = (0,) * 4 + (1,) * 3 + (2,) * 2 + (3, 4)
-# The probability that one more work points at a person of the chain.
+# The probability that another work points at a person of the chain.
 EXTRA_REFERENCE = 0.3
-# For one end of a life the other end, and the direction in time from there to this end.
+# For each end of a life: the other end, and the sign of the time from there to this end.
 LIFE_ENDS = {"date of birth": ("date of death", -1), "date of death": ("date of birth", 1)}
+# Shortest and longest life in years.
 LIFE_YEARS = (20, 90)
-# Dates are drawn again while they leave a comparison undecided.
+# Maximum number of times that dates are drawn until a comparison is decided.
 DATE_DRAWS = 20
-# No film, song or album is older. Other dates keep to their side of the year 1000.
+# Films, songs and albums do not move before this year. Other dates stay on their side of the year
+# 1000.
 FIRST_YEAR: dict[Sort, int] = {"work": 1895}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A triple by keys.
+    """A triple with keys in place of labels.
 
-    `object` is the key of an entity, or else the text of a country, a closed label or a date.
+    `object` is the key of an entity. For other kinds it is the text of a country, a closed label or
+    a date.
     """
 
     subject: str
@@ -53,23 +56,25 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """The plan that all copies of a question share.
-
-    `labels` and `sorts` tell each entity's original name, and what it is.
-    """
+    """The plan that all copies of a question share."""
 
     question: Question
-    places: tuple[Mention, ...]  # where the text names each candidate
-    chain: tuple[Row, ...]  # the evidences
-    around: tuple[Row, ...]  # further triples of the chain's entities
+    # Where the text names each candidate.
+    places: tuple[Mention, ...]
+    # The evidences.
+    chain: tuple[Row, ...]
+    # Further triples of the entities in the chain.
+    around: tuple[Row, ...]
+    # The original name of each entity, by key.
     labels: dict[str, str]
+    # The sort of each entity, by key.
     sorts: dict[str, Sort]
 
 
 def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
-    """Return what the copies of a question share.
+    """Return the plan for copies of a question.
 
-    The result is None where the names of the candidates cannot be found in the question's text.
+    The result is None if the names of the candidates cannot be found in the question's text.
     """
     bridges = {evidence.object for evidence in question.evidences}
     titles = [passage.title for passage in question.gold_passages if passage.title not in bridges]
@@ -84,7 +89,7 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
         object_key = evidence.object_id or evidence.object
         chain.append(_row(evidence, evidence.subject_id, object_key, labels))
 
-    # A dictionary stands for an ordered set.
+    # Used as an ordered set.
     around: dict[Row, None] = {}
     for key in dict.fromkeys(row.subject for row in chain):
         for end in graph.ends_of(key, NEIGHBOURS):
@@ -111,12 +116,12 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
 def renamed_copy(
     plan: CopyPlan, parts: NameParts, number: int, top_k: int
 ) -> tuple[Question, GraphEnvironment]:
-    """Return the question's copy with this number, and the environment in which it is answered."""
+    """Return the copy of a question with this number, and the environment to answer it in."""
     identifier = f"{plan.question.id}-renamed-{number}"
     draw = random.Random(identifier)
     renamer = Renamer(parts, draw)
 
-    # Rename the entities, and the question's text after them.
+    # Rename the entities, and their names in the question's text.
     labels = {key: renamer.label(label, plan.sorts[key]) for key, label in plan.labels.items()}
     text = _renamed_text(plan, renamer)
     candidates = [
@@ -145,7 +150,7 @@ def renamed_copy(
 
 
 def _row(triple: Evidence, subject_key: str, object_key: str, labels: dict[str, str]) -> Row:
-    """Return the triple by the keys of its ends. Add names of new entities to `labels`."""
+    """Return the triple with the keys of its ends. Add the names of new entities to `labels`."""
     labels.setdefault(subject_key, triple.subject)
     if triple.relation in LITERAL_RELATIONS:
         return Row(subject_key, triple.relation, triple.object, "date")
@@ -157,9 +162,9 @@ def _row(triple: Evidence, subject_key: str, object_key: str, labels: dict[str, 
 
 
 def _sort(key: str, rows: Sequence[Row]) -> Sort:
-    """Return what an entity is, by the relations it stands in.
+    """Return the sort of an entity, by its relations.
 
-    A relation of which it is the subject tells more than one of which it is the object.
+    Relations of which it is the subject are looked at first, because they are more certain.
     """
     for row in rows:
         if row.subject == key and row.relation in SORT_OF_SUBJECT:
@@ -173,12 +178,12 @@ def _sort(key: str, rows: Sequence[Row]) -> Sort:
 def _renamed_text(plan: CopyPlan, renamer: Renamer) -> str:
     """Return the question's text with the new names.
 
-    A new name is written In Title Case where the old one was.
+    A new name is written In Title Case if the old name was.
     """
     text = plan.question.text
     named_candidates = list(zip(plan.places, plan.question.candidates, strict=True))
 
-    # From the last name to the first, so that the places before it stay valid.
+    # Replace the last name first, so that the places of the other names stay valid.
     named_candidates.sort(key=lambda pair: -pair[0].start)
     for place, candidate in named_candidates:
         new_name = renamer.label(place.name, plan.sorts[candidate.id])
@@ -190,7 +195,10 @@ def _renamed_text(plan: CopyPlan, renamer: Renamer) -> str:
 
 
 def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -> list[Triple]:
-    """Return the chain and what is around it, in the plan's order, with newly drawn dates."""
+    """Return the triples of the chain and around it, renamed, in the order of the plan.
+
+    The dates are drawn anew at each call.
+    """
     dates = _renamed_dates(plan, renamer)
     triples = []
     for row in (*plan.chain, *plan.around):
@@ -215,7 +223,7 @@ def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -
 
 
 def _renamed_dates(plan: CopyPlan, renamer: Renamer) -> dict[tuple[str, str], str]:
-    """Return the new date for every entity and old date.
+    """Return the new date for each (entity key, old date).
 
     All dates of one entity move by the same number of years.
     """
@@ -232,7 +240,7 @@ def _renamed_dates(plan: CopyPlan, renamer: Renamer) -> dict[tuple[str, str], st
     for subject, years in years_of_subject.items():
         first_year = FIRST_YEAR.get(plan.sorts[subject], _first_year_of_era(min(years)))
         shift = renamer.year_shift(years, first_year)
-        # Two dates within one year keep their days, and so their order.
+        # Two dates within the same year keep their days, so that their order stays the same.
         has_different_years = len(set(years)) == len(years)
         for other_subject, old_date in new_dates:
             if other_subject == subject:
@@ -245,12 +253,12 @@ def _renamed_dates(plan: CopyPlan, renamer: Renamer) -> dict[tuple[str, str], st
 def _distractors(
     plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Sequence[Triple]
 ) -> list[Triple]:
-    """Return further triples about the entities of the chain.
+    """Return distractor triples about the entities of the chain.
 
-    They are facts of relations that an entity does not have, and works that point at a person.
+    They are facts with relations that an entity does not have, and works that point at a person.
     """
     draw = renamer.random
-    # The last triple of each subject. `triples` begins with those of the chain.
+    # The last triple of each subject. `triples` begins with the triples of the chain.
     last_triples: dict[str, Triple] = {}
     for row, triple in zip(plan.chain, triples, strict=False):
         last_triples[row.subject] = triple
@@ -294,9 +302,10 @@ def _distractors(
 
 
 def _new_object(fact: Triple, renamer: Renamer, objects: dict[str, str]) -> str:
-    """Return the object of another entity's fact under a new name.
+    """Return the object of another entity's fact, renamed.
 
-    A date fits to the dates in `objects`, the entity's objects by relation.
+    `objects` holds the objects of the entity by relation. A date of birth or death is chosen so
+    that the length of the life is possible.
     """
     if not fact.object_is_literal:
         sort = SORT_OF_OBJECT.get(fact.relation, "other")
@@ -322,5 +331,5 @@ def _first_year_of_era(year: int) -> int:
 
 
 def _key(key: str) -> str:
-    """Return a key of a copy, which is no key of the real graph."""
+    """Return the key in a copy for a key of the real graph. The two never coincide."""
     return f"copy:{key}"

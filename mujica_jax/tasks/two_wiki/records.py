@@ -1,13 +1,13 @@
-"""2WikiMultihopQA records as their files hold them.
+"""Read the records of 2WikiMultihopQA from their files.
 
-The files are the official `dev.json` and `train.json`, and the smaller files made from them. One
-question can stand in several files with different fields (evidences here, aliases there); they are
-merged by id. The name of a file says to which official split its questions belong: `train*` or
+The files are the official `dev.json` and `train.json`, and smaller files made from them. Several
+files can have the same question with different fields (evidences in one, aliases in another). Such
+records are merged by id. The name of a file tells the official split of its questions: `train*` or
 `dev*`.
 
-Evidences carry labels, and Q-ids only where the record gives `evidences_id`. `entity_ids` names the
-subjects of every record. So the ids of all subjects and bridge entities are known here, and the
-graph learns from them which labels mean the same entity.
+Evidences have labels, but Q-ids only if the record has `evidences_id`. `entity_ids` lists the
+subjects of every record. So this module knows the ids of all subjects and bridge entities. The
+graph uses them to find labels that mean the same entity.
 """
 
 import dataclasses
@@ -51,31 +51,34 @@ CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
 QUESTION_FILES = ("dev*.json", "dev*.jsonl", "train*.json", "train*.jsonl", *CORPUS_QUESTION_FILES)
 GRAPH_FILES = ("triples*.tsv",)
 CORPUS_FILES = ("corpus*.json", "corpus*.jsonl")
+# Kinds of questions whose evidences are a single chain.
 SINGLE_CHAINS = ("compositional", "inference")
 
+# The official split of a file. It is empty for files of neither split.
 Source = Literal["train", "dev", ""]
-Placed = tuple[Source, str, object]  # official file, place, and value of a record
+# The official split, the place and the value of a record.
+Placed = tuple[Source, str, object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(OpenRecord):
     """One question with its evidences."""
 
-    # Gold evidences with every id that the record lets us infer. Empty where no file has them.
+    # Gold evidences, with every id that can be inferred from the record. Empty if no file has them.
     triples: tuple[Triple, ...] = ()
-    # Q-ids of the entities that the question itself names, in its order.
+    # Q-ids of the entities that the question itself names, in the order of `entity_ids`.
     topic_ids: tuple[str, ...] = ()
-    # Q-id of the answer, by which the official aliases are listed.
+    # Q-id of the answer. The official aliases are listed by this id.
     answer_id: str = ""
-    # As the record says itself.
+    # The split that the record names itself, or None.
     split: Split | None = None
-    # The official file that the record stands in. It is dev where it stands in both.
+    # The official split of the record's file. If files of both splits have the question, it is dev.
     source: Source = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mention:
-    """`text[start:end]` is `name` up to case."""
+    """A place where a text names an entity. `text[start:end]` is `name`, apart from case."""
 
     start: int
     end: int
@@ -85,17 +88,18 @@ class Mention:
 def data_files(
     data_dir: str | Path, patterns: Sequence[str], content: str, *, needed: bool = True
 ) -> list[Path]:
-    """Return the folder's files that match a pattern, plain or .gz, in a fixed order.
+    """Return the folder's files that match one of the patterns, plain or .gz, in a fixed order.
 
-    `content` says what they hold. Raises UserError where they are `needed` and there are none.
+    `content` names what the files hold, for messages. Raises UserError if the folder is missing, or
+    if files are `needed` and there are none.
     """
     folder = Path(data_dir)
     expected = f"expected {content} ({', '.join(patterns)}, each plain or .gz)"
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise UserError(
-            f"the 2WikiMultihopQA folder {folder} {problem}; set data_dir to one with {content}; "
-            f"{expected}"
+            f"the 2WikiMultihopQA folder {folder} {problem}; set task.data_dir to a folder with "
+            f"{content}; {expected}"
         )
 
     # A file may match several patterns.
@@ -109,7 +113,10 @@ def data_files(
 
 
 def read_folder(data_dir: str | Path) -> list[Record]:
-    """Return the questions of official files, or of a folder of `open_domain/builders.py`."""
+    """Return the questions of a folder with official files, or of a prepared folder.
+
+    `open_domain/builders.py` writes prepared folders. Raises UserError.
+    """
     if is_prepared(Path(data_dir)):
         return _merged(_prepared(Path(data_dir)))
     return read_questions(data_files(data_dir, QUESTION_FILES, "questions"))
@@ -118,7 +125,7 @@ def read_folder(data_dir: str | Path) -> list[Record]:
 def read_corpus_questions(data_dir: str | Path) -> list[Record]:
     """Return the questions of the files that were made for a corpus (`questions*`).
 
-    There may be no such files. The folder may be a prepared one.
+    The result is empty without such files. The folder may be a prepared folder.
     """
     folder = Path(data_dir)
     if not is_prepared(folder):
@@ -138,22 +145,19 @@ def read_corpus_questions(data_dir: str | Path) -> list[Record]:
 
 
 def read_questions(files: Iterable[Path]) -> list[Record]:
-    """Return all questions with an answer, merged by id.
-
-    They are in the order in which they first appear.
-    """
+    """Return all questions with an answer, merged by id, in the order of their first records."""
     return _merged(_placed(files))
 
 
 def source_of(file_name: str) -> Source:
-    """Return the official split that a file's name tells."""
+    """Return the official split of a file, by its name. It is empty for other files."""
     if file_name.startswith("train"):
         return "train"
     return "dev" if file_name.startswith("dev") else ""
 
 
 def _placed(files: Iterable[Path]) -> Iterator[Placed]:
-    """Yield the records of official files."""
+    """Yield (official split, place, value) for each record of official files."""
     for file in files:
         with explained(file):
             check_not_blank(file)
@@ -162,18 +166,21 @@ def _placed(files: Iterable[Path]) -> Iterator[Placed]:
 
 
 def _prepared(folder: Path) -> Iterator[Placed]:
-    """Yield the records of a prepared folder."""
+    """Yield (official split, place, value) for each record of a prepared folder."""
     for place, value in prepared_records(folder, "two_wiki"):
         yield source_of(_original_place(place, folder)), place, value
 
 
 def _original_place(place: str, folder: Path) -> str:
-    """Return the place of a prepared record in its official file, as `dev.json, line 3`."""
+    """Return the place of a prepared record in its official file, such as `dev.json, line 3`."""
     return place.removeprefix(f"{folder}, ").partition(" ")[2]
 
 
 def _merged(values: Iterable[Placed]) -> list[Record]:
-    """Return the records of the questions with an answer, merged by id."""
+    """Return the records of the questions with an answer, merged by id.
+
+    Raises UserError for malformed records, and if two different questions have the same id.
+    """
     merged_records: dict[str, Record] = {}
     first_places: dict[str, str] = {}
     for source, place, value in values:
@@ -195,16 +202,16 @@ def _merged(values: Iterable[Placed]) -> list[Record]:
         if record.split and other.split and record.split != other.split:
             raise UserError(
                 f"{place}: the split of question {record.id} is {record.split} here and "
-                f"{other.split} elsewhere ({first_place})"
+                f"{other.split} elsewhere ({first_place}); give it one split"
             )
         merged_records[record.id] = _merge(other, record)
     return list(merged_records.values())
 
 
 def passages_of(records: Iterable[Record]) -> list[Passage]:
-    """Return the passages given with the records, each once.
+    """Return the passages that are given with the records, each once.
 
-    Two texts with one title are two passages.
+    Passages with the same title and different texts are different passages.
     """
     distinct_passages: dict[tuple[str, str], GoldPassage] = {}
     for record in records:
@@ -217,9 +224,9 @@ def passages_of(records: Iterable[Record]) -> list[Passage]:
 
 
 def chain_evidences(triples: Sequence[Triple]) -> tuple[Triple, ...]:
-    """Return the gold chain as a searcher sees it.
+    """Return the gold chain as an agent sees it.
 
-    A bridge entity has the name that it has as an object of the chain.
+    A bridge entity keeps the name under which it was found: its name as an object of the chain.
     """
     names_as_object: dict[str, str] = {}
     evidences = []
@@ -233,18 +240,18 @@ def chain_evidences(triples: Sequence[Triple]) -> tuple[Triple, ...]:
 
 
 def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Triple]:
-    """Return graph rows with clean labels and the Q-ids that gold evidences give them.
+    """Return graph rows with clean labels and with the Q-ids of gold evidences.
 
-    A file of triples has no Q-id where its record gave none, and a wrong one where a record lists
-    evidences and their ids in different orders. `Record.triples` has both put right. A row that
-    questions use for several entities becomes several rows.
+    In a file of triples a Q-id is missing if the record had none. It is wrong if the record lists
+    evidences and ids in different orders. `Record.triples` has the right ids. A row that questions
+    use for several entities becomes several rows.
     """
-    # The pairs of subject id and object id that evidences give to (subject, relation, object). The
-    # inner dictionaries stand for ordered sets.
+    # The pairs (subject id, object id) of evidences, by (subject, relation, object). The inner
+    # dictionaries are used as ordered sets.
     evidence_ids: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
     for record in records:
         for triple in record.triples:
-            # A record without ids has labels in their place.
+            # In a record without ids, labels take the place of ids.
             if triple.subject_id not in ("", triple.subject):
                 key = (triple.subject, triple.relation, triple.object)
                 evidence_ids.setdefault(key, {})[triple.subject_id, triple.object_id] = None
@@ -267,9 +274,9 @@ def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Tr
 
 
 def clean_label(label: str) -> str:
-    """Return the label with single spaces and without double quotes.
+    """Return the label with single spaces, and with single instead of double quotes.
 
-    Planners put names between double quotes, and scores ignore both.
+    Planners write names between double quotes. Scores ignore spaces and quotes.
     """
     return " ".join(label.replace('"', "'").split())
 
@@ -277,9 +284,9 @@ def clean_label(label: str) -> str:
 def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Mention] | None:
     """Return where a question names each of the entities, in the order of the labels.
 
-    The result is None where the text names one of them in no known way. Questions name an entity by
-    its passage title In Title Case: the label, the label with a parenthesis, or (in questions with
-    one topic) another name.
+    The result is None if the text does not name one of them in a known way. Questions name an
+    entity by its passage title In Title Case. The title is the label, the label with a parenthesis,
+    or (in questions with one topic) another name.
     """
     # The longest label comes first, so that "Love" is not found inside "Love Story".
     mention_of: dict[str, Mention] = {}
@@ -294,7 +301,7 @@ def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Me
         if mention is None:
             return None
 
-        # Blank the mention out, so that no other label is found in it.
+        # Overwrite the mention, so that no other label is found in it.
         blank = "\0" * (mention.end - mention.start)
         text = text[: mention.start] + blank + text[mention.end :]
         mention_of[label] = mention
@@ -302,12 +309,12 @@ def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Me
 
 
 def _bare_label(label: str) -> str:
-    """Return a label without its parenthesis, in the form in which labels are compared."""
+    """Return a label without its parenthesis, in a normalised form for comparisons."""
     return normalise_label(without_parenthesis(label))
 
 
 def _first_mention(text: str, names: Sequence[str]) -> Mention | None:
-    """Return where the text has the longest of the names that it has."""
+    """Return the first mention of the longest name that is in the text, or None."""
     for name in sorted(names, key=len, reverse=True):
         match = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE)
         if match is not None:
@@ -316,10 +323,14 @@ def _first_mention(text: str, names: Sequence[str]) -> Mention | None:
 
 
 def _record(value: object, place: str, source: Source) -> Record | None:
-    """Return the record of a question. It is None without an answer (the official test file)."""
+    """Return the record of a question, or None for a question without an answer.
+
+    Questions of the official test file have no answers. `place` names the record in messages.
+    Raises UserError for a malformed record.
+    """
     if not isinstance(value, dict):
         raise UserError(
-            f"{place}: a question must be an object and this is a {type(value).__name__}; use the "
+            f"{place}: a question must be an object, but this is a {type(value).__name__}; use the "
             "official format"
         )
     fields: Mapping[str, Any] = value
@@ -331,7 +342,8 @@ def _record(value: object, place: str, source: Source) -> Record | None:
     split = fields.get("split")
     if split not in (None, *get_args(Split)):
         raise UserError(
-            f"{place}: split is {split!r}; it must be train, dev or test, or be left out"
+            f"{place}: split is {split!r} and must be train, dev or test; correct it or leave it "
+            "out"
         )
     try:
         kind = read_label(fields.get("type"))
@@ -343,8 +355,9 @@ def _record(value: object, place: str, source: Source) -> Record | None:
             raise TypeError(f"answer_id is {answer_id!r} and must be a text")
     except (TypeError, LookupError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{place}: type, evidences, entity_ids, answer_id, supporting_facts or context are not "
-            f"in the official format ({error!r}); docs/guides/own_questions.md has an example"
+            f"{place}: one of the fields type, evidences, entity_ids, answer_id, supporting_facts "
+            f"and context is not in the official format ({error!r}); "
+            "docs/guides/own_questions.md has an example"
         ) from error
     return Record(
         id=id,
@@ -362,7 +375,7 @@ def _record(value: object, place: str, source: Source) -> Record | None:
 
 
 def _id_and_text(fields: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """Return the id and the text of a question. Raises UserError where one is missing."""
+    """Return the id and the text of a question. Raises UserError if one of them is missing."""
     identifier = fields.get("_id", fields.get("id"))
     question = fields.get("question")
     try:
@@ -373,14 +386,14 @@ def _id_and_text(fields: Mapping[str, Any], place: str) -> tuple[str, str]:
         text = ""
     if not text:
         raise UserError(
-            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the "
+            f"{place}: _id is {identifier!r} and question is {question!r}; give both, as in the "
             "official 2WikiMultihopQA format"
         )
     return id, text
 
 
 def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    """Return the answer of a record, then its aliases."""
+    """Return the answer of a record, then its aliases. Raises UserError."""
     answer = fields["answer"]
     aliases = fields.get("answer_aliases") or []
     try:
@@ -389,13 +402,13 @@ def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
         return read_answers([answer, *aliases])
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{place}: answer is {answer!r} and answer_aliases {aliases!r}; they must be a text "
-            "and a list of texts"
+            f"{place}: answer is {answer!r} and answer_aliases is {aliases!r}; give a text and a "
+            "list of texts"
         ) from error
 
 
 def _merge(first: Record, second: Record) -> Record:
-    """Join two records of one question."""
+    """Merge two records of one question."""
     with_triples = first if first.triples or not second.triples else second
     context = first.context or second.context
     sources = {first.source, second.source}
@@ -414,9 +427,13 @@ def _merge(first: Record, second: Record) -> Record:
 def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
     """Return the evidences with ids, and the ids of the topics.
 
-    `entity_ids` lists the subjects in the order in which the evidences first name them: topic and
-    bridge entity of a single chain, both topics of a comparison, two films and their two directors
-    of a bridge comparison. Where a record gives no ids, labels take their place.
+    `entity_ids` lists the subjects in the order in which the evidences first name them:
+
+    - single chain: the topic and the bridge entity
+    - comparison: both topics
+    - bridge comparison: two films, then their two directors
+
+    If a record has no ids, labels take their place.
     """
     evidences: list[tuple[str, str, str]] = []
     for evidence in fields.get("evidences") or ():
@@ -433,7 +450,7 @@ def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[
     object_ids = _object_ids(fields, [subject_ids[subject] for subject, _, _ in evidences])
     if fields.get("type") in SINGLE_CHAINS:
         topic_ids = entity_ids[:1]
-        # The first step leads to the bridge entity, the last to the answer.
+        # The first step leads to the bridge entity, and the last step to the answer.
         if len(entity_ids) > 1:
             object_ids[0] = entity_ids[1]
         object_ids[-1] = object_ids[-1] or fields.get("answer_id") or ""
@@ -460,9 +477,9 @@ def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[
 def _triples_without_ids(
     evidences: Sequence[tuple[str, str, str]],
 ) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
-    """Return evidences whose labels are their ids, and the topics.
+    """Return the evidences with labels in place of ids, and the topics.
 
-    Topics are the subjects that are the object of no evidence.
+    The topics are the subjects that are not the object of any evidence.
     """
     subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
     object_labels = {object_label for _, _, object_label in evidences}
@@ -480,9 +497,10 @@ def _triples_without_ids(
 
 
 def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[str]:
-    """Return the object ids of the evidences with these subjects. Unknown ones are empty.
+    """Return the object id of each evidence, in the order of `subject_ids`.
 
-    `evidences_id` does not always list them in the order of the evidences, so they go by subject.
+    An unknown id is empty. `evidences_id` does not always have the order of the evidences, so its
+    entries are assigned by subject.
     """
     ids_of_subject: dict[str, list[str]] = {}
     for subject_id, _, object_id in fields.get("evidences_id") or ():
@@ -490,7 +508,7 @@ def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[s
             object_id = ""
         ids_of_subject.setdefault(subject_id, []).append(object_id)
 
-    # Where a subject has more or fewer ids than evidences, none is certain.
+    # If a subject has more or fewer ids than evidences, all ids are uncertain.
     for subject_id, object_ids in ids_of_subject.items():
         if len(object_ids) != list(subject_ids).count(subject_id):
             return [""] * len(subject_ids)
@@ -503,9 +521,9 @@ def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[s
 
 
 def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:
-    """Return the passages of the data folder's corpus, or else those of the records.
+    """Return the passages of the data folder's corpus, or else those given with the records.
 
-    Raises UserError where there are none.
+    Raises UserError if there are none.
     """
     files = data_files(config.data_dir, CORPUS_FILES, "passages", needed=False)
     if files:

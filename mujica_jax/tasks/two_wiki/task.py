@@ -1,27 +1,34 @@
-"""2WikiMultihopQA (Ho et al., 2020) as a task.
+"""2WikiMultihopQA (Ho et al., 2020) as a task, over a knowledge graph or over passages.
 
-Its questions are asked over its knowledge graph or over a corpus of passages.
+`environment="graph"` (2Wiki-KG):
 
-- `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic
-  entities that the question itself names, under the graph's labels, in the order of the question. A
-  search returns the triples of one entity, in both directions, from the data folder's graph or the
-  one that `index` names. Demonstrations are always played in the data folder's.
-- `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with
-  aliases) whose gold passages it holds; without such a file, all of them. A search is BM25 over the
-  corpus, or what the index that `index` names does with its own. The official files come with ten
-  passages a question: they are the corpus where there is no other, and else what training questions
-  are answered from whose gold passages the corpus lacks. Training questions with evidences whose
-  gold passages no file has can be demonstrated (`triple_demonstrations`) and are never sampled.
+- Every question with evidences is asked. Its candidates are the topic entities that the question
+  names. They have the labels of the graph and the order of the question.
+- A search returns the triples of one entity, in both directions. They come from the graph in the
+  data folder, or from the graph that `index` names.
+- Demonstrations are always played in the graph of the data folder.
 
-A question's own `split` decides where it has one. Otherwise the official split does: questions of
-`train*` are trained on, those of `dev*` never. A hash of the id decides about the others, and which
-half of all that is held out is dev and which is test. Gold passages are told apart by title and
-text. Answers have the official aliases of `id_aliases.json`, where the folder has it
-(`aliases.py`).
+`environment="text"` (2Wiki-Text):
 
-Held-out questions, and triples or passages that no training question uses, appear neither in
-demonstrations' new names nor in the tokenizer's text. The graph and the corpus that are searched
-are the whole ones.
+- The questions are those that were made for the corpus (`questions*.jsonl`, with aliases) and whose
+  gold passages the corpus holds. Without such a file they are all questions whose gold passages the
+  corpus holds.
+- A search uses BM25 over the corpus, or the index that `index` names.
+- The official files have ten passages with each question. Without a corpus file, these passages are
+  the corpus. With a corpus file, training questions whose gold passages the corpus lacks are
+  answered from the passages that are given with training questions.
+- Training questions with evidences whose gold passages are in no file can be demonstrated
+  (`triple_demonstrations`). They are never sampled.
+
+Splits: if a question has its own `split`, it is used. Otherwise questions of `train*` are training
+questions, and those of `dev*` are held out. For the other questions a hash of the id decides. A
+hash also divides the held-out questions into dev and test.
+
+Gold passages are identified by title and text. Answers have the official aliases if the folder has
+`id_aliases.json` (`aliases.py`).
+
+The names in demonstrations and the tokenizer's text are only taken from training questions, and
+from triples and passages that training questions use. Searches cover the whole graph or corpus.
 """
 
 import dataclasses
@@ -80,9 +87,9 @@ from mujica_jax.tasks.two_wiki.records import (
     with_known_ids,
 )
 
-# How many copies of each training question pre-training documents are made of.
+# Number of renamed copies of each training question from which pre-training documents are made.
 PRETRAINING_COPIES = 4
-# How many facts a document lists at most.
+# Maximum number of facts that a pre-training document lists.
 PRETRAINING_FACTS = 5
 # An entity with one of these relations is a work.
 WORK_RELATIONS = {
@@ -94,7 +101,7 @@ WORK_RELATIONS = {
     "producer",
     "publisher",
 }
-# The years that dates of copies lie in.
+# First and last year of the dates in pre-training documents.
 PRETRAINING_YEARS = (1000, 2020)
 
 
@@ -102,17 +109,18 @@ PRETRAINING_YEARS = (1000, 2020)
 class Environments:
     """The environments in which questions are answered and demonstrations are played."""
 
+    # The environment of all questions that `elsewhere` does not list.
     searched: Environment
-    # By id, where questions are answered whose passages `searched` lacks.
+    # The environments of questions whose passages `searched` lacks, by question id.
     elsewhere: Mapping[str, TextEnvironment] = dataclasses.field(default_factory=dict)
-    # For graphs, where demonstrations are played.
+    # Over graphs: the environment in which demonstrations are played.
     demonstrated_in: GraphEnvironment | None = None
 
 
 class TwoWiki:
-    """Implements `Task` and `FromScratchTask`.
+    """The task 2WikiMultihopQA. It implements `Task` and `FromScratchTask`.
 
-    Building it reads the files once: half a second for the graph, two for the corpus's index.
+    Building it takes half a second for the graph, or two seconds for the index of the corpus.
     """
 
     name = "two_wiki"
@@ -127,7 +135,11 @@ class TwoWiki:
         remarks: Remarks,
         demonstrated: Sequence[Question] = (),
     ) -> None:
-        """Join the parts of the task. `demonstrated` are questions for demonstrations alone."""
+        """Assemble the task.
+
+        `splits` maps question ids to splits. `demonstrated` holds questions that are only used for
+        demonstrations.
+        """
         self.config = config
         self.left_out = remarks.left_out
         self.notes = tuple(remarks.notes)
@@ -152,7 +164,7 @@ class TwoWiki:
         self._demonstration_questions = tuple(demonstrated)
 
     def environment(self, question: Question) -> Environment:
-        """Return where this question is answered."""
+        """Return the environment in which this question is answered."""
         return self._other_environments.get(question.id, self._environment)
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
@@ -161,25 +173,26 @@ class TwoWiki:
 
     @functools.cached_property
     def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions by id, read from the files on first use."""
+        """The paragraphs of all questions, by question id. They are read on first use."""
         return {record.id: record.context for record in read_folder(self.config.data_dir)}
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """Return the questions in the order of the hash of their ids.
+        """Return the questions of a split, ordered by the hash of their ids.
 
-        So a prefix is a random sample, and stays one when files are added.
+        So the first questions are a random sample. They still are one when files are added.
         """
         return self._questions[split]
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """Yield the demonstrations, each with its environment.
 
-        First come training questions whose gold answer follows from their evidence, then the first
-        renamed copy of each, and so on for `augmented_copies`.
+        First come the training questions whose gold answer follows from their evidence. Over graphs
+        the first renamed copy of each question follows, then the second copies, and so on up to
+        `augmented_copies`.
 
-        The answer of a demonstration is written as its evidence labels it, because questions write
-        names In Title Case. Gold passages that a search misses are put among what it finds, in
-        `gold_share` of the cases.
+        The answer of a demonstration is the label in its evidence, because questions write names In
+        Title Case. Over passages a gold passage that a search misses is added to its results, with
+        the probability `gold_share`.
         """
         questions = [
             _with_label_as_answer(question)
@@ -194,6 +207,7 @@ class TwoWiki:
     def _text_demonstrations(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[Question, Environment]]:
+        """Yield the demonstrations over passages."""
         for question in questions:
             environment = self.environment(question)
             if not isinstance(environment, WrittenPassages):
@@ -203,6 +217,7 @@ class TwoWiki:
     def _graph_demonstrations(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[Question, Environment]]:
+        """Yield the demonstrations over the graph, followed by their renamed copies."""
         environment = self._environment
         if self._demonstration_environment is not None:
             environment = self._demonstration_environment
@@ -217,10 +232,10 @@ class TwoWiki:
                 yield renamed_copy(plan, self._name_parts, number, self.config.top_k)
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Return endless documents of the training side.
+        """Return documents of the training side, without end.
 
-        For graphs they are facts combined from renamed copies (`pretraining_text.py`), for texts
-        they are passages.
+        Over graphs they list facts of renamed copies (`pretraining_text.py`). Over passages they
+        are gold passages of training questions.
         """
         if self._demonstration_environment is not None:
             return documents(self._vocabulary, seed)
@@ -229,7 +244,7 @@ class TwoWiki:
         return (draw.choice(passages) for _ in itertools.repeat(None))
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Yield the training questions, and the labels and triples or passages that they use."""
+        """Yield the training questions, and the passages, labels and triples that they use."""
         labels: dict[str, None] = {}
         for question in self._training_questions:
             yield question.text
@@ -241,10 +256,11 @@ class TwoWiki:
 
     @functools.cached_property
     def _name_parts(self) -> NameParts:
+        """The words from which new names are made."""
         return NameParts(self._training_triples())
 
     def _copy_plans(self, questions: Sequence[Question]) -> list[CopyPlan]:
-        """Return the plans of the questions of which copies can be made."""
+        """Return the copy plan of each question that can be copied."""
         assert self._demonstration_environment is not None, "only graphs have copies"
         graph = self._demonstration_environment.graph
         assert isinstance(graph, TripleGraph), "demonstrations are played in memory"
@@ -253,9 +269,10 @@ class TwoWiki:
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Labels and values of renamed copies that no demonstration uses.
+        """The labels and values of renamed copies that no demonstration uses.
 
-        A work is told from other entities by its relations: it has a maker, and a person has none.
+        A work is recognised by its relations. For example, it has a director, and a person has
+        none.
         """
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
@@ -264,7 +281,7 @@ class TwoWiki:
         ]
         for plan in self._copy_plans(questions):
             for copy in range(PRETRAINING_COPIES):
-                # Demonstrations have the numbers from 0 on.
+                # Negative numbers, because copies for demonstrations are numbered from 0.
                 number = -1 - copy
                 question, _ = renamed_copy(plan, self._name_parts, number, self.config.top_k)
                 relations: dict[str, set[str]] = {}
@@ -279,23 +296,26 @@ class TwoWiki:
         )
 
     def _training_passages(self) -> list[str]:
-        """Return the gold passages of the training questions. Graphs have none."""
+        """Return the gold passages of the training questions. Over graphs they have no texts."""
         passages: dict[GoldPassage, None] = {}
         for question in self._training_questions:
             passages |= dict.fromkeys(question.gold_passages)
         return [f"{passage.title}: {passage.text}" for passage in passages if passage.text]
 
     def _training_triples(self) -> list[Triple]:
-        """Return what the training questions' evidences say, without the bridge's second name."""
+        """Return the evidences of the training questions as triples, each once.
+
+        A bridge entity has the same name as an object and as a subject (see `chain_evidences`).
+        """
         evidences: dict[Evidence, None] = {}
         for question in self._training_questions:
             evidences |= dict.fromkeys(question.evidences)
-        # `chain_evidences` made them all, so they are triples.
+        # `chain_evidences` made all of them, so they are triples.
         return [evidence for evidence in evidences if isinstance(evidence, Triple)]
 
 
 def build(config: TwoWikiConfig) -> TwoWiki:
-    """Return the task of a configuration. Raises UserError where its files do not allow it."""
+    """Return the task of a configuration. Raises UserError if it cannot be built."""
     config = with_data_folder(config)
     config = dataclasses.replace(config, index=fetched_index(config.index))
     records, notes = _read_records(config)
@@ -350,24 +370,24 @@ def _read_records(config: TwoWikiConfig) -> tuple[list[Record], list[str]]:
         records = with_aliases(records, aliases)
         questions_with_aliases = sum(record.answer_id in aliases for record in records)
         notes.append(
-            f"the aliases of {file.name} count as gold answers of {questions_with_aliases:,} of "
+            f"{file.name} adds aliases to the gold answers of {questions_with_aliases:,} of "
             f"{len(records):,} questions"
         )
     elif with_answer_id and all(len(record.answers) == 1 for record in with_answer_id):
         notes.append(
-            f"{len(with_answer_id):,} answers have an id and {config.data_dir} has no "
-            f"{ALIAS_FILE}: the official script counts aliases too, and these scores do not"
+            f"{config.data_dir} has no {ALIAS_FILE}, but {len(with_answer_id):,} answers have an "
+            "id: the official script accepts their aliases as answers, and these scores do not"
         )
     if _splits_dev_files(records, config):
         notes.append(
-            "a hash splits the questions of dev* into training and held-out ones "
-            "(task.split_dev_files is True): these scores are not those of the official dev set"
+            "the questions of dev* are split into training and held-out questions, because "
+            "task.split_dev_files is True: these scores are not scores of the official dev set"
         )
     return records, notes
 
 
 def splits_of(records: Sequence[Record], config: TwoWikiConfig) -> dict[str, Split]:
-    """Return the split of every question by id."""
+    """Return the split of every question, by question id."""
     may_train_on_dev = _splits_dev_files(records, config)
     splits: dict[str, Split] = {}
     for record in records:
@@ -383,6 +403,7 @@ def splits_of(records: Sequence[Record], config: TwoWikiConfig) -> dict[str, Spl
 
 
 def _splits_dev_files(records: Sequence[Record], config: TwoWikiConfig) -> bool:
+    """Return whether `hold_out_percent` also splits the questions of dev*."""
     sources = {record.source for record in records}
     return config.split_dev_files and "dev" in sources and "train" not in sources
 
@@ -395,20 +416,22 @@ def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) ->
 
 
 def held_out_split(question_id: str, test_percent: int = 50) -> Split:
-    """Return dev or test, by the hash of the id.
+    """Return whether a held-out question is dev or test, by the hash of its id.
 
-    Even hashes come first, so that at 50 percent all odd ones are test.
+    In the order of positions, questions with an even hash come first. So at 50 percent all
+    questions with an odd hash are test questions.
     """
     rank, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
-    position = 50 * is_odd + rank  # 0 to 99
+    # From 0 to 99.
+    position = 50 * is_odd + rank
     return "test" if position >= 100 - test_percent else "dev"
 
 
 def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     """Return the question of a record over the graph.
 
-    The result is None where the record has no evidences, or where the graph does not know an entity
-    that the question names.
+    The result is None if the record has no evidences, or if the graph lacks an entity that the
+    question names.
     """
     evidences = chain_evidences(record.triples)
     labels = {evidence.subject_id: evidence.subject for evidence in evidences}
@@ -422,7 +445,7 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     if not candidates:
         return None
 
-    # Order the candidates as the question names them.
+    # Put the candidates into the order in which the question names them.
     candidate_labels = [candidate.label for candidate in candidates]
     places = mentions(record.text, candidate_labels, record.titles)
     if places is not None:
@@ -444,8 +467,9 @@ def _text_task(
     """Return the task over passages."""
     if config.augmented_copies:
         raise UserError(
-            f"augmented_copies is {config.augmented_copies} and environment is text; copies are "
-            "made of triples: set augmented_copies to 0 or environment to graph"
+            f"task.augmented_copies is {config.augmented_copies}, but task.environment is text and "
+            "copies are made from triples: set task.augmented_copies to 0, or task.environment to "
+            "graph"
         )
     if config.setting == "distractor":
         return _distractor_task(config, records, splits, notes)
@@ -454,7 +478,8 @@ def _text_task(
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     corpus_ids = {record.id for record in read_corpus_questions(config.data_dir) or records}
 
-    # The questions made for the corpus, and training questions whose gold passages it has.
+    # The questions that were made for the corpus, and training questions whose gold passages the
+    # corpus has.
     supported_questions, unsupported_records = _with_gold_passages(records, corpus)
     questions = [
         question
@@ -462,7 +487,7 @@ def _text_task(
         if question.id in corpus_ids or splits[question.id] == "train"
     ]
 
-    # Training questions whose gold passages are among those that training questions come with.
+    # Training questions whose gold passages are among the passages given with training questions.
     training_records = [record for record in records if splits[record.id] == "train"]
     training_passages = passages_of(training_records)
     all_passages = GoldInCorpus([*titled(passages, titles), *training_passages], titles)
@@ -474,7 +499,7 @@ def _text_task(
         environment = TextEnvironment(_bm25_retriever(training_passages), config.top_k)
         elsewhere |= dict.fromkeys([question.id for question in questions_elsewhere], environment)
 
-    # Training questions whose gold passages no file has are for demonstrations alone.
+    # Training questions whose gold passages are in no file are only used for demonstrations.
     demonstration_questions, environment = _triple_demonstrations(config, unread_records)
     elsewhere |= dict.fromkeys([question.id for question in demonstration_questions], environment)
 
@@ -509,7 +534,10 @@ def _with_gold_passages(
 def _triple_demonstrations(
     config: TwoWikiConfig, records: Sequence[Record]
 ) -> tuple[list[Question], WrittenPassages]:
-    """Return questions to demonstrate over passages that are written of the records' triples."""
+    """Return questions for demonstrations, and the environment of passages for them.
+
+    The passages are written from the triples of the records.
+    """
     records_with_triples = [record for record in records if record.triples]
     written_passages = _written_passages(records_with_triples)
     environment = WrittenPassages(_bm25_retriever(written_passages), config.top_k)
@@ -530,9 +558,9 @@ def _distractor_task(
     splits: Mapping[str, Split],
     notes: Sequence[str],
 ) -> TwoWiki:
-    """Return the task in which each question is asked over its own passages.
+    """Return the task in the distractor setting, where a search covers a question's own passages.
 
-    All gold passages are among them, unless incomplete questions are kept.
+    All gold passages are among these, unless `keep_incomplete` is set.
     """
     candidates = [
         record for record in records if record.context and (record.gold or config.keep_incomplete)
@@ -556,8 +584,9 @@ def _distractor_task(
 
 
 def _written_passages(records: Sequence[Record]) -> list[Passage]:
-    """Write a passage for each subject of the records' triples, with one sentence a triple."""
-    sentences: dict[str, dict[str, None]] = {}  # subject -> its sentences, each once
+    """Return a passage for each subject of the records' triples, with a sentence for each triple."""
+    # The sentences of each subject. The inner dictionaries are used as ordered sets.
+    sentences: dict[str, dict[str, None]] = {}
     for record in records:
         for evidence in chain_evidences(record.triples):
             sentence = f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
@@ -583,7 +612,7 @@ def _question(record: Record, gold: tuple[GoldPassage, ...]) -> Question:
 
 
 def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]:
-    """Return the triples of the folder's files, or of the records where there are no files."""
+    """Return the triples of the folder's files, or of the records if there are no files."""
     triples: list[Triple] = []
     files = data_files(data_dir, GRAPH_FILES, "triples", needed=False)
     if files:
@@ -601,15 +630,16 @@ def _left_out(
     """Return the ids of the records that cannot be asked. Raises UserError if none can."""
     if not questions:
         raise UserError(
-            f"all {len(records)} questions with an answer in {config.data_dir} {reason}, which "
-            f"environment={config.environment!r} needs (docs/guides/own_questions.md)"
+            f"no question in {config.data_dir} can be asked with task.environment "
+            f"{config.environment}: all {len(records)} questions with an answer {reason} (see "
+            "docs/guides/own_questions.md)"
         )
     asked_ids = {question.id for question in questions}
     return [record.id for record in records if record.id not in asked_ids]
 
 
 def _with_label_as_answer(question: Question) -> Question:
-    """Return the question with the label of its evidence as the first answer."""
+    """Return the question with the label in its evidence as the first answer."""
     label = answer_from_evidence(question)
     assert label is not None, (
         "only questions whose answer follows from their evidence are demonstrated"

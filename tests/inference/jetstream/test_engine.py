@@ -314,13 +314,13 @@ def test_an_insert_without_room_says_so_and_finds_it_when_a_slot_is_freed():
     sampling = SamplingParams(max_new_tokens=10, temperature=0.0, seed=0)
     state = jet.insert(prefilled(jet, [3] * 30), state, 0, sampling=sampling)  # ten pages
     with pytest.raises(
-        contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 16 can be had"
+        contract().NoRoomError, match="need 10 pages of KV cache, and of 16 only 16 are available"
     ):
         # not computed yet, and counted
         jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     state, _ = jet.generate(jet.load_params(), state)
     with pytest.raises(
-        contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 6 can be had"
+        contract().NoRoomError, match="need 10 pages of KV cache, and of 16 only 6 are available"
     ):
         jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     jet.free_resource(0)
@@ -351,7 +351,7 @@ def test_load_params_replaces_the_policy():
 @pytest.mark.parametrize(
     "engine, params, sentence",
     [
-        (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps a call"),
+        (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps per call"),
         (lambda: countable(pages=47), GREEDY, "47 pages and its 3 slots need 48"),
         (
             countable,

@@ -377,7 +377,7 @@ async def test_those_that_go_on_with_a_conversation_overtake_the_others():
     ("prompt", "wanted", "sentence"),
     [
         ([], params(3), "the prompt is empty"),
-        ([20], params(3), "leave the vocabulary of 20"),
+        ([20], params(3), "are outside the vocabulary of 20"),
         (
             [3] * 60,
             params(5),
@@ -403,7 +403,7 @@ async def test_a_request_larger_than_all_memory_fails_alone():
         *(generator.generate(*request) for request in (large, fits)), return_exceptions=True
     )
     assert isinstance(refused, EngineError)
-    assert "need 9 pages of KV memory" in str(refused)
+    assert "need 9 pages of KV cache" in str(refused)
     assert outcome(completion) == by_hand(engine, *fits)
 
 
@@ -738,7 +738,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ),
         (
             "tests.helpers.foreign_engine:make_short_cache",
-            "holds 63 tokens a slot and conversations may have 64",
+            "holds 63 tokens per slot and conversations may have 64",
         ),
         (
             "tests.helpers.foreign_engine:make_log_probabilities",
@@ -751,17 +751,17 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ("tests.helpers.foreign_engine:make_without_record", "attribute capabilities is a dict"),
         (
             "tests.helpers.foreign_engine:make_without_memory",
-            r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)",
+            r"cannot start with 3 slots of 64 tokens \(MemoryError: no room\)",
         ),
         (
             "tests.helpers.foreign_engine:make_silent_engine",
             r"does not say how large it is \(NotImplementedError\)",
         ),
-        ("tests.helpers.foreign_engine:make_two_samples", "with 2 samples a slot"),
+        ("tests.helpers.foreign_engine:make_two_samples", "with 2 samples per slot"),
         ("tests.helpers.foreign_engine:make_deaf_engine", r"define load_params\(self, weights\)"),
         (
             "tests.helpers.foreign_engine:make_engine_of_another_model",
-            r"does not take the weights .*has shape .*EngineRequest.model",
+            r"cannot load the weights .*has shape .*EngineRequest.model",
         ),
     ],
 )

@@ -182,7 +182,7 @@ def test_bad_requests_are_refused_and_the_server_goes_on():
     refused = {
         "the prompt is empty": tokens_request([]),
         "prompt is empty: send at least": jetstream_pb2.DecodeRequest(),
-        "leave the vocabulary of 20": tokens_request([3, 20]),
+        "are outside the vocabulary of 20": tokens_request([3, 20]),
         "max_new_tokens is -1": tokens_request([3], -1),
         "do not fit the engine's 64 positions": tokens_request([3] * 60, 5),
         "this server has no tokenizer: send token_content": text,

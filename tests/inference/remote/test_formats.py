@@ -285,8 +285,11 @@ def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
         (vllm([1, END], logprobs=[-1.0, 10**400]), "gave 1000"),
         (vllm([1, END], logprobs=[0.5, -1.0]), "gave 0.5 as log-probability"),
         (vllm([1, END], logprobs="many"), "token_logprobs of type str"),
-        (vllm([300, END]), rf"token ids \d+..300 leave the vocabulary of {TOKENIZER.vocab_size}"),
-        (vllm([-1, END]), r"token ids -1..\d+ leave the vocabulary"),
+        (
+            vllm([300, END]),
+            rf"token ids \d+..300 are outside the vocabulary of {TOKENIZER.vocab_size}",
+        ),
+        (vllm([-1, END]), r"token ids -1..\d+ are outside the vocabulary"),
         (vllm([1, END], token_ids=["1", END]), "token_ids that are no list of whole numbers"),
         (vllm([1, END], token_ids=[True, END]), "token_ids that are no list of whole numbers"),
         (
@@ -496,7 +499,7 @@ def test_a_prompt_that_is_no_conversation_is_refused():
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"min_p": -0.1}, "min_p is -0.1"),
-        ({"stop_token_ids": (3, -2)}, "stop_token_ids hold -2"),
+        ({"stop_token_ids": (3, -2)}, "stop_token_ids contain -2"),
         ({"stop_strings": ("a", "")}, "a stop string is empty"),
         ({"deadline_seconds": 0.0}, "deadline_seconds is 0.0"),
     ],
@@ -510,7 +513,7 @@ def test_parameters_that_nobody_can_honour_are_refused(changes, sentence):
 def test_prompts_that_nobody_can_serve_are_refused():
     for prompt, sentence in [
         ([], "the prompt is empty"),
-        ([1, 300], r"1\.\.300 leave the vocabulary of 300"),
+        ([1, 300], r"1\.\.300 are outside the vocabulary of 300"),
         ([-1], r"-1\.\.-1"),
     ]:
         with pytest.raises(RequestError, match=sentence):

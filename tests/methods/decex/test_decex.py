@@ -930,10 +930,12 @@ def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played
         if "have no chain" in event
     )
     assert re.match(
-        r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others
+        r"0 of 6 trees have no chain; [1-6] trees reached the limit of method\.budget_tokens",
+        of_others,
     )
     assert re.match(
-        r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made",
+        r"[1-6] of 6 trees have no chain; [1-6] trees reached the limit of "
+        r"method\.budget_tokens 1, and the parts that they grew",
         message,
     )
 
@@ -945,8 +947,8 @@ def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monke
     with pytest.raises(UserError) as refused:
         played(config)
     assert str(refused.value) == (
-        "the best chain of 6 trees earns 0.00 and method.min_reward is 0.5: raise method.branches "
-        "3 or warmup.steps 0, start from a stronger model, or lower method.min_reward"
+        "the best chain of 6 trees earns 0.00, but method.min_reward is 0.5: raise method.branches "
+        "(now 3) or warmup.steps (now 0), start from a stronger model, or lower method.min_reward"
     )
 
 
@@ -980,7 +982,7 @@ def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
 
 def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config, played):
     events = played(config)
-    (line,) = (event for event in events if "the best chain is a leaf in" in event)
+    (line,) = (event for event in events if "the best chain ends at a leaf in" in event)
     figures = ast.literal_eval(next(event for event in events if "pairs_stop_over_go_on" in event))
     names = ("stop over go on", "go on over stop", "memory over search", "search over memory")
     counts = {name: int(line.partition(f"{name} ")[2].partition(",")[0]) for name in names}
@@ -1014,21 +1016,21 @@ def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monk
 
     monkeypatch.setattr(Dice, "generate", searches)
     with pytest.raises(
-        UserError, match=r"searches failed, each in 3 tries, and none of 4 trees came to an end"
+        UserError, match=r"searches failed, each in 3 tries, and none of 4 trees could be finished"
     ):
         played(config)
 
 
 def test_the_control_needs_demonstrations(config):
-    with pytest.raises(UserError, match=r"eval\.control is True and warmup\.steps 0"):
+    with pytest.raises(UserError, match=r"eval\.control is True, but warmup\.steps is 0"):
         check(changed(config, "eval", control=True))
 
 
 def test_a_mistake_ends_the_program_with_status_two(capsys):
     assert train.main([str(SMOKE), "--method.kind", "decex"]) == 2
     assert capsys.readouterr().err == (
-        "error: method.kind is decex, whose trees branch at decex's decisions, and agent.kind is "
-        "mujica: add --agent.kind decex\n"
+        "error: method.kind decex grows its trees from the decisions of the agent decex, but "
+        "agent.kind is mujica: add --agent.kind decex\n"
     )
 
 
@@ -1039,13 +1041,13 @@ def test_a_mistake_ends_the_program_with_status_two(capsys):
         (
             "method",
             {"expansion": "full"},
-            "method.expansion is full, where each of 2 layers has 18 times the states",
+            "method.expansion full grows 2 layers, each with 18 times the states",
         ),
         ("method", {"sft": False, "dpo": False}, "nothing is learnt from the trees"),
         (
             "method",
             {"remote": RemoteConfig(model="m")},
-            "--method.remote.model is m and there is no endpoint",
+            "--method.remote.model is m, but there is no endpoint",
         ),
         ("method", {"branches": 0}, "method.branches is 0 and must be at least 1"),
         ("method", {"beta": 0.0}, "method.beta is 0.0 and must be above 0"),
@@ -1068,8 +1070,8 @@ def test_a_configuration_that_cannot_be_is_explained(config, section, fields, wo
     [
         (
             {},
-            "trainer.sequence_length is 1024 and agent.max_trajectory_tokens 2000: a row holds "
-            "both conversations",
+            "trainer.sequence_length is 1024, but both conversations of a preference pair must "
+            "fit into one row and agent.max_trajectory_tokens is 2000",
         ),
         ({"dpo": False}, None),
         ({"decision_pairs": False, "execution_pairs": False}, None),

@@ -745,8 +745,9 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
     with pytest.raises(UserError) as refused:
         evipath._synthesize(run, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     assert str(refused.value) == (
-        "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1); what was "
-        "made is kept: ask another teacher, or begin another run with more than method.max_tries 3"
+        "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1). Finished "
+        "shards are kept. Use another teacher, or start a new run with a larger method.max_tries "
+        "(now 3)"
     )
     assert (tmp_path / "rounds" / "0001" / "shard-00000.parquet").exists()
 
@@ -819,8 +820,8 @@ def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
     run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
     evipath._print_lacking_paragraphs(run, three_questions())
     assert messages == [
-        "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what "
-        "searches find, with the gold passages among it"
+        "evipath: 3 of 3 questions have no paragraphs of their own; their workers read search "
+        "results, with the gold passages added"
     ]
     run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
     evipath._print_lacking_paragraphs(run, three_questions())
@@ -843,21 +844,21 @@ def test_reasons_are_counted_once_a_trajectory():
         ({"mode": "deductive"}, "add --method.teacher policy"),
         (
             {"teacher": "policy", "mode": "no_evidence"},
-            "choose abductive or deductive, or name a checkpoint",
+            "give --method.mode abductive or deductive, or a checkpoint",
         ),
         ({"teacher": "checkpoint"}, "give --method.teacher-checkpoint"),
         (
             {"teacher_checkpoint": "runs/other"},
-            "add --method.teacher checkpoint, or leave the checkpoint out",
+            "add --method.teacher checkpoint, or leave out --method.teacher-checkpoint",
         ),
-        ({"teacher_max_tokens": 900}, "it is the limit of a second checkpoint"),
-        ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
+        ({"teacher_max_tokens": 900}, "the limit is only for a second checkpoint"),
+        ({"teacher_prompt": "few_shot"}, "method.teacher scripted reads no prompt"),
         (
             {"teacher": "policy", "mode": "deductive", "distractors": "retrieved"},
-            "leave --method.distractors out",
+            "leave out --method.distractors",
         ),
         ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),
-        ({"trajectories": 17}, "method.trajectories is 17 and sampling.questions_per_round 16"),
+        ({"trajectories": 17}, "method.trajectories is 17, but sampling.questions_per_round is 16"),
         ({"threshold": 1.5}, "method.threshold is 1.5 and must be between 0 and 1"),
         ({"warmup_ratio": 1.0}, "method.warmup_ratio is 1.0"),
         ({"max_tries": 0}, "method.max_tries is 0 and must be at least 1"),
@@ -878,7 +879,7 @@ def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher(
         method=dataclasses.replace(config.method, teacher="policy"),
     )
     with pytest.raises(
-        UserError, match=r"give --warmup\.steps, choose deductive, or name a checkpoint with --init"
+        UserError, match=r"scripted, or --method\.mode deductive, or a checkpoint with --init"
     ):
         check(unwarmed)
 

@@ -148,7 +148,8 @@ def test_a_run_that_was_trained_as_another_agent_is_no_teacher(run, monkeypatch,
     other = saved_run(tmp_path / "run", dataclasses.replace(load_config(SMOKE), agent=agent))
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_checkpoint=other))
     with pytest.raises(
-        UserError, match="was trained as decex, and a teacher of EviPath plays mujica"
+        UserError,
+        match="was trained as the agent decex, but a teacher of EviPath must be the agent mujica",
     ):
         evipath_teacher.find_author(run)
 
@@ -160,7 +161,7 @@ def test_what_a_teachers_run_says_otherwise_is_said(run, monkeypatch, tmp_path):
     monkeypatch.setattr(run.progress, "line", messages.append)
     evipath_teacher.find_author(run)
     assert len(messages) == 1
-    assert "the teacher was trained under other settings" in messages[0]
+    assert "the teacher was trained with other settings" in messages[0]
     assert "agent.protocol was 'mujica' and is now 'evipath'" in messages[0]
 
 

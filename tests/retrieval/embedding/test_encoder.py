@@ -181,8 +181,11 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
         ({"hidden_act": "relu"}, "hidden_act='relu'.*'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ({"is_decoder": True}, "is_decoder=True"),
-        ({"num_attention_heads": 5}, "hidden_size 32 and num_attention_heads 5"),
-        ({"num_hidden_layers": 1}, "encoder.layer.1.*none of our weights"),
+        (
+            {"num_attention_heads": 5},
+            "hidden_size 32, which is not a multiple of num_attention_heads 5",
+        ),
+        ({"num_hidden_layers": 1}, "encoder.layer.1.*its config.json does not expect it"),
         ({"num_hidden_layers": 3}, "lacks the tensor encoder.layer.2"),
         ({"intermediate_size": 64}, r"shape \(48, 32\).*\(64, 32\)"),
         ({"vocab_size": 60}, r"shape \(120, 32\).*\(60, 32\)"),

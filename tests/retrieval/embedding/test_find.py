@@ -110,7 +110,7 @@ def test_minilm_is_the_installed_package(monkeypatch):
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/at/all", "a b/c"])
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(
-        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+        UserError, match="is not a folder: give a folder, minilm, or a Hugging Face name"
     ):
         find_embedder(name)
 

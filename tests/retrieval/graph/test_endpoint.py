@@ -109,7 +109,7 @@ def test_what_passes_is_survived(store, clock, fault):
             Answer(content=b"no"),
             {"max_attempts": 2},
             RetrieverUnavailableError,
-            "an answer that is no SPARQL result",
+            "an answer that is not a SPARQL result",
         ),
         (
             Answer(status=400, content=b"bad query"),
@@ -173,9 +173,7 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
         graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         # The second time the answer comes from the cache.
         for _ in range(2):
-            with pytest.raises(
-                RetrieverUnavailableError, match="answered something else than was asked"
-            ):
+            with pytest.raises(RetrieverUnavailableError, match="does not fit the query"):
                 asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
 
 
@@ -197,7 +195,7 @@ def test_triples_quoted_in_one_another_are_a_typed_error(name):
         with serving(lambda request, before, deep=deep: deep) as endpoint:
             graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(max_attempts=1))
             with pytest.raises(
-                RetrieverUnavailableError, match=r"no SPARQL result \(RecursionError"
+                RetrieverUnavailableError, match=r"not a SPARQL result \(RecursionError"
             ):
                 asked(graph.find("Nobody"))
     rows = _rows(row % quoted(2, name), "SELECT ?entity ?rank WHERE")
@@ -313,7 +311,10 @@ def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):
         pytest.raises(UserError) as error,
     ):
         open_endpoint(f"sparql+{endpoint.base_url}")
-    assert "holds no graph in Wikidata's vocabulary" in str(error.value)
+    assert (
+        "its graph has no wikibase:directClaim: give an endpoint with a graph in Wikidata's vocabulary"
+        in str(error.value)
+    )
     with pytest.raises(
         UserError, match=r"names no server: write it as sparql\+https://HOST/sparql"
     ):

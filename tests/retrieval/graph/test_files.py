@@ -36,7 +36,7 @@ def test_a_quoted_triple_in_another_one_never_reaches_the_parser(tmp_path, depth
         dump = write_dump(tmp_path / "dump.nt", [*LINES, line])
         with pytest.raises(
             UserError,
-            match=rf"line {len(LINES) + 1}: .*\(a quoted triple in a quoted triple\): mend it",
+            match=rf"line {len(LINES) + 1}: .*\(a quoted triple in a quoted triple\): correct it",
         ):
             graph_in_memory(dump)
         counts = Loaded()

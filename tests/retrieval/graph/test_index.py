@@ -193,20 +193,24 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         (
             "a.nt",
             b"\n".join([fact("Q1", "P1", "Q2").encode()] * 3 + [b"hello"]),
-            r"a\.nt, line 4: no triple",
+            r"a\.nt, line 4: not a triple",
         ),
         (
             "a.nt",
             b'<http://a> <http://b> "\xff" .\n',
-            r"a\.nt, line 1: no triple in N-Triples \(Invalid UTF-8",
+            r"a\.nt, line 1: not a triple in N-Triples \(Invalid UTF-8",
         ),
-        ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: no triple"),
-        ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: no triple"),
-        ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: no triple"),
-        ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: no triple"),
+        ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: not a triple"),
+        ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: not a triple"),
+        ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: not a triple"),
+        ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: not a triple"),
         ("a.tsv", b"a\tb\n", r"a\.tsv, line 1: the header is 'a, b'"),
         ("a.tsv", HEADER.encode() + b"A\tb\t\xff\t\t\n", r"a\.tsv, line 2: it is not UTF-8 text"),
-        ("a.tsv", HEADER.encode() + b"A\tb\n", r"a\.tsv, line 2: 2 columns where 5 belong"),
+        (
+            "a.tsv",
+            HEADER.encode() + b"A\tb\n",
+            r"a\.tsv, line 2: the line has 2 columns instead of 5",
+        ),
         (
             "a.tsv",
             HEADER.encode() + b"A\t\tB\t\t\n",
@@ -218,7 +222,7 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
             r"a\.nt\.gz cannot be read after line 0 .*cut off or damaged",
         ),
         ("a.nt.bz2", b"no bz2", r"a\.nt\.bz2 cannot be read"),
-        ("a.json", b"{}", r"a\.json is no file of triples: expected triples as \.tsv or \.nt"),
+        ("a.json", b"{}", r"a\.json is not a file of triples: expected triples as \.tsv or \.nt"),
     ],
 )
 def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
@@ -232,9 +236,9 @@ def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
 def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match=r"nowhere\.nt cannot be read"):
         build(tmp_path / "index", spec(tmp_path / "nowhere.nt"), Silent())
-    with pytest.raises(UserError, match="'P' is no property: write it as P57"):
+    with pytest.raises(UserError, match="'P' is not a property: give one such as P57"):
         GraphSpec(files=(), properties=("P",))
-    with pytest.raises(UserError, match="'en_US' is no language tag"):
+    with pytest.raises(UserError, match="'en_US' is not a language tag"):
         GraphSpec(files=(), languages=("en", "en_US"))
     with pytest.raises(UserError, match="no language is given"):
         GraphSpec(files=(), languages=())
@@ -251,16 +255,16 @@ def test_other_refusals(tmp_path, built):
     (tmp_path / "corpus.json").write_text('[{"title": "a", "text": "b"}]')
     words = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),))
     indexes.build(tmp_path / "words", words, Silent())
-    with pytest.raises(UserError, match="is of kind bm25 and no graph"):
+    with pytest.raises(UserError, match="is of kind bm25, but a graph is needed"):
         open_graph(tmp_path / "words")
 
 
 def test_a_mended_file_goes_into_the_same_directory(tmp_path):
     (tmp_path / "a.nt").write_bytes(b"hello\n")
-    with pytest.raises(UserError, match="line 1: no triple"):
+    with pytest.raises(UserError, match="line 1: not a triple"):
         build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
     write_dump(tmp_path / "a.nt")
-    with pytest.raises(UserError, match="was begun with corpus"):
+    with pytest.raises(UserError, match="was started with corpus"):
         build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
 
 
@@ -273,7 +277,7 @@ def test_bad_lines_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
     )
     assert manifest["triples"] == 9
     assert manifest["skipped"] == 4
-    assert "dump.nt, line 21: no triple" in manifest["first_skipped"]
+    assert "dump.nt, line 21: not a triple" in manifest["first_skipped"]
     graph = open_graph(tmp_path / "index")
     assert named(graph, "Q2") == DIRECTOR
     assert named(graph, "A") == [("A", "father", "B")]
@@ -311,7 +315,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
     _, was_there = build(copy, spec(dump), Silent())
     assert was_there
     with pytest.raises(
-        UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"
+        UserError, match=r"was started with languages .*'en', 'mul'.*, but this build has \['de'\]"
     ):
         build(copy, spec(dump, languages=("de",)), Silent())
 
@@ -474,5 +478,5 @@ def test_an_estimate_is_near_what_is_built(tmp_path, dump_and_table):
     part = estimate_graph(spec(large), sample_bytes=2**20)
     assert 15_000 < part["triples"] < 30_000
     assert part["disk_bytes"]["graph"] > 0
-    with pytest.raises(UserError, match="there is no triple in what was read"):
+    with pytest.raises(UserError, match="there is no triple in the sample that was read"):
         estimate_graph(spec(large, properties=("P9",)))

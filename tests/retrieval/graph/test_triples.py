@@ -136,7 +136,10 @@ def test_reading_and_its_refusals(tmp_path):
     ("content", "message"),
     [
         ("a\tb\n", "line 1: the header is"),
-        (HEADER + "A\tfather\tB\tQ1\tQ2\nA\tfather\tB\n", "line 3: 3 columns where 5 belong"),
+        (
+            HEADER + "A\tfather\tB\tQ1\tQ2\nA\tfather\tB\n",
+            "line 3: the line has 3 columns instead of 5",
+        ),
         (HEADER + "A\t\tB\tQ1\tQ2\n", "line 2: subject, relation and object must not be empty"),
     ],
 )

@@ -218,7 +218,8 @@ def test_an_index_with_words_of_a_later_release_is_refused(tmp_path):
     )
     with pytest.raises(
         UserError,
-        match=r"words\.json describes words that this release does not make: remove .*index ",
+        match=r"words\.json describes a way to make words that this release does not know: "
+        r"remove .*index ",
     ):
         Bm25Index.load(tmp_path / "index" / "bm25", ANIMALS, version="v")
 

@@ -106,7 +106,7 @@ def test_it_is_built_and_another_content_is_another_corpus(bucket, tmp_path):
     hits = indexes.open_index(tmp_path / "index").search(["number 77"], 1)
     assert hits[0][0][0] == 77
     bucket.put("mine", "folder/corpus.jsonl.gz", gzip.compress(LINES[:-1] + b" "))
-    with pytest.raises(UserError, match="was begun with corpus"):
+    with pytest.raises(UserError, match="was started with corpus"):
         indexes.build(
             tmp_path / "index",
             indexes.IndexSpec(kind="bm25", corpus=("gs://mine/folder/corpus.jsonl.gz",)),
@@ -141,7 +141,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
     monkeypatch.setattr(
         mine, "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91")
     )
-    with pytest.raises(UserError, match="was damaged on the way"):
+    with pytest.raises(UserError, match="was damaged during the download"):
         read_corpus(["gs://mine/folder/corpus.jsonl"])
 
 
@@ -157,7 +157,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
             "gs://closed-bucket/corpus.jsonl",
             r"access to gs://closed-bucket/corpus\.jsonl is denied",
         ),
-        ("gs://mine", "names no object in a bucket"),
+        ("gs://mine", "is not the address of an object in a bucket"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, capsys, address, sentence):

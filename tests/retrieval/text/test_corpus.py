@@ -187,7 +187,8 @@ def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
     path.write_text('[{"title": oops' + "x" * 1000)
     message = (
-        r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
+        r"line 1: the JSON record does not end within 100 characters "
+        r"\(Expecting value in line 1\)"
     )
     with open_text(path) as file, pytest.raises(UserError, match=message):
         list(corpus_records._text_records(path, file))
@@ -260,7 +261,8 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(map(json.dumps, [CAT, CAT | {field: "half \ud83d of"}, DOG])))
     with pytest.raises(
-        UserError, match=rf"line 2, the passage's {field}: 'half \\ud83d of' is no text"
+        UserError,
+        match=rf"line 2, the passage's {field}: 'half \\ud83d of' cannot be written as UTF-8",
     ):
         read_corpus([path])
     skipped = Skipped()
@@ -298,7 +300,7 @@ def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, mon
     path.write_text(json.dumps([[CAT] * 1000], indent=1))
     with open_text(path) as file:
         with pytest.raises(
-            UserError, match=r"line 2: no JSON record that ends within 400 characters"
+            UserError, match=r"line 2: the JSON record does not end within 400 characters"
         ):
             list(corpus_records._text_records(path, file))
         assert len(file.read()) > path.stat().st_size - 1000

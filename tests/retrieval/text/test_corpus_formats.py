@@ -275,12 +275,15 @@ def test_columns_are_known_by_their_names(tmp_path):
     [
         (
             "1\tAnn built lamps.\tAnn\n",
-            "line 1: the first line of a table names its columns and this is 1, Ann built",
+            "line 1: the first line of a table must name its columns, but this one is 1, Ann built",
         ),
-        ("id\ttext\ttext\n", "line 1: a column of the table is named twice (id, text, text)"),
+        (
+            "id\ttext\ttext\n",
+            "line 1: two columns of the table have the same name (id, text, text)",
+        ),
         (
             "id\ttext\n1\ta\n2\tb\tc\n",
-            "line 3: the row has 3 fields and the first line names 2 columns (id, text)",
+            "line 3: the row has 3 fields, but the first line names 2 columns (id, text)",
         ),
         ("id\ttext\n1\ta\n2\n", "line 3: the row has 1 fields"),
         ('id\ttext\n1\t"a" b\n', "line 2: not a row of a table"),

@@ -117,8 +117,8 @@ def test_an_exact_index_that_does_not_fit_on_the_devices_names_index_serve(built
     assert indexes.open_index(built).search(QUERIES, 1)
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4095)
     sentence = (
-        r"dense of kind exact takes 0\.0 GB on each of 1 devices and 0\.0 are free: let `python -m "
-        r"mujica_jax\.index serve` search it on a machine that holds it"
+        r"dense of kind exact needs 0\.0 GB on each of 1 devices, but 0\.0 GB are free: run "
+        r"`python -m mujica_jax\.index serve` on a machine with more memory"
     )
     with pytest.raises(UserError, match=sentence):
         indexes.open_index(built)
@@ -157,12 +157,12 @@ def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
 
 def test_another_build_into_the_same_directory_is_refused(copy, corpus, embedder):
     with pytest.raises(
-        UserError, match=r"was begun with storage 'bfloat16' and this build has 'int8'"
+        UserError, match=r"was started with storage 'bfloat16', but this build has 'int8'"
     ):
         indexes.build(copy, spec(corpus, embedder, storage="int8"), Silent())
     (copy / "elsewhere").mkdir()
     (copy / "elsewhere" / "letter.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds letter\.txt and no index"):
+    with pytest.raises(UserError, match=r"holds letter\.txt, but no index"):
         indexes.build(copy / "elsewhere", spec(corpus, embedder), Silent())
 
 
@@ -300,7 +300,7 @@ def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
     plan = spec(corpus, embedder).plan()
     with (
         manifests.building(tmp_path / "index", plan),
-        pytest.raises(UserError, match="another process builds"),
+        pytest.raises(UserError, match="another process is building"),
         manifests.building(tmp_path / "index", plan),
     ):
         pass

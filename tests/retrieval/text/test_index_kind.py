@@ -49,7 +49,9 @@ def test_without_a_kind_an_index_is_exact_up_to_the_threshold(root, tmp_path, ca
     assert indexes.MAX_EXACT_PASSAGES == 100_000
     monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", PASSAGES)
     assert index.main(words(root, tmp_path / "index")) == 0
-    expected = "60 passages: an exact index (ScaNN above 60; --kind scann builds the other)"
+    expected = (
+        "60 passages: an exact index (ScaNN above 60; --kind scann builds a ScaNN index anyway)"
+    )
     assert expected in capsys.readouterr().err.splitlines()
     manifest = read_manifest(tmp_path / "index")
     assert manifest["kind"] == "exact"
@@ -66,8 +68,14 @@ def test_one_passage_more_than_the_threshold_makes_it_scann(root, tmp_path, caps
     assert index.main(words(root, tmp_path / "fewer", "--kind", "auto", corpus="fewer.jsonl")) == 0
     assert index.main(words(root, tmp_path / "index", "--kind", "auto")) == 0
     shown = capsys.readouterr().err.splitlines()
-    assert "59 passages: an exact index (ScaNN above 59; --kind scann builds the other)" in shown
-    assert "60 passages: a ScaNN index (exact up to 59; --kind exact builds the other)" in shown
+    assert (
+        "59 passages: an exact index (ScaNN above 59; --kind scann builds a ScaNN index anyway)"
+        in shown
+    )
+    assert (
+        "60 passages: a ScaNN index (exact up to 59; --kind exact builds an exact index anyway)"
+        in shown
+    )
     assert isinstance(indexes.open_index(tmp_path / "fewer")._vectors, ExactSearch)
     assert isinstance(indexes.open_index(tmp_path / "index")._vectors, ScannSearch)
 
@@ -139,7 +147,7 @@ def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
         assert chosen == "auto"
     capsys.readouterr()
     assert index.main(words(root, folder)) == 0
-    continued = f"{folder} was begun as an index of kind exact and continues as one"
+    continued = f"{folder} was started as an index of kind exact; continuing with it"
     assert (continued in capsys.readouterr().err.splitlines()) == (chosen == "exact")
     assert read_manifest(folder)["version"] == read_manifest(tmp_path / "whole")["version"]
 
@@ -156,7 +164,7 @@ def test_a_kind_that_size_does_not_choose_is_not_continued(root, tmp_path, capsy
     ]
     assert index.main(bm25) == 0
     assert index.main(words(root, tmp_path / "index")) == 2
-    assert "was begun with kind 'bm25' and this build has 'auto'" in capsys.readouterr().err
+    assert "was started with kind 'bm25', but this build has 'auto'" in capsys.readouterr().err
 
 
 def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, capsys, monkeypatch):
@@ -196,7 +204,11 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
             "give --kind exact"
         )),
         ("--languages en", "or give --kind graph"),
-        ("--corpus dump.nt.gz", "dump.nt.gz holds triples and --kind is auto, an index of passages: give --kind graph"),
+        (
+            "--corpus dump.nt.gz",
+            "dump.nt.gz holds triples and --kind is auto, which builds an index of passages: give "
+            "--kind graph",
+        ),
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),
     ],
 )  # fmt: skip
@@ -309,7 +321,7 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
         ),
     )
     for message in map(one_sentence, opened):
-        assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in message
+        assert f"the index {folder} is of kind scann, but ScaNN cannot be imported on " in message
         assert (
             f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`"
             in message

@@ -17,7 +17,7 @@ from mujica_jax.retrieval.text import recall
 from mujica_jax.retrieval.text.vectors import compressed
 from tests.helpers.tiny_embedder import FIELDS, tiny_embedder, write_corpus
 
-LINE = r"recall@(\d+) beside exact search: ([\d.]+)% \(queries: ([\d,]+) passages\)"
+LINE = r"recall@(\d+) compared with exact search: ([\d.]+)% \(with ([\d,]+) passages as queries\)"
 PASSAGES = 1500  # so many that ScaNN learns partitions
 needs_scann = pytest.mark.skipif(
     importlib.util.find_spec("scann") is None,
@@ -160,8 +160,8 @@ def test_an_index_that_is_larger_than_the_free_memory_is_built_and_not_measured(
     assert index.main(build(built, tmp_path / "scann")) == 0
     messages = capsys.readouterr().err
     assert (
-        "recall beside exact search was not measured: loading the index may take 0.0 GB of memory "
-        "and" in messages
+        "recall compared with exact search was not measured: loading the index may take 0.0 GB of "
+        "memory, but" in messages
     )
     manifest = json.loads((tmp_path / "scann" / "manifest.json").read_text())
     assert "recall" not in manifest

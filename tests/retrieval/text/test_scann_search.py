@@ -187,7 +187,7 @@ def folders(tmp_path) -> tuple[list[str], Path]:
 def test_faults_of_scann_are_one_sentence(folders, monkeypatch, capsys):
     command, folder = folders
     assert index.main(command) == 0
-    with pytest.raises(UserError, match="is of kind scann, which has its own"):
+    with pytest.raises(UserError, match="is of kind scann, which does not use it"):
         indexes.open_index(folder, recall_target=0.9)
     (folder / "scann" / "ah_codebook.pb").write_bytes(b"")
     with pytest.raises(UserError, match=r"ah_codebook\.pb has 0 bytes"):

@@ -149,7 +149,7 @@ def test_a_record_that_cannot_be_read_is_refused_with_its_place(record, sentence
 def test_one_question_in_two_splits_is_refused(tmp_path):
     write_lines(tmp_path / "train.jsonl", {"id": "a", **FORMS["plain"]})
     (tmp_path / "test.jsonl").write_text(json.dumps({"id": "a", **FORMS["plain"]}))
-    with pytest.raises(UserError, match="a is for train here and for test in .*test.jsonl"):
+    with pytest.raises(UserError, match=r"a is for train here and for test in .*test\.jsonl"):
         questions_of(tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_folders_without_questions_are_refused(tmp_path):
 
 def test_questions_without_passages_need_an_index(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(FORMS["plain"]))
-    with pytest.raises(UserError, match="give --task.index with an index of passages"):
+    with pytest.raises(UserError, match=r"give --task\.index with an index of passages"):
         questions_of(tmp_path)
 
 

@@ -115,5 +115,5 @@ def test_what_a_task_lacks_is_said(graph, tmp_path):
             json.dumps({"questions": [record | {"answers": [{"boolean": True}]}]}).encode()
         )
     )
-    with pytest.raises(UserError, match="knows the entities of none of 1 questions"):
+    with pytest.raises(UserError, match="lacks the entities of all 1 questions"):
         task(graph, data_dir=str(tmp_path))

@@ -247,7 +247,7 @@ def test_a_crowded_entity_is_ranked_by_the_embedder_that_is_named(folder, tmp_pa
 
 def test_an_embedder_that_is_not_there_is_one_sentence_before_any_label_is_looked_up(folder):
     with pytest.raises(
-        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+        UserError, match="is not a folder: give a folder, minilm, or a Hugging Face name"
     ):
         task(folder, retriever="dense", embedder="nothing that is there")
 

@@ -91,14 +91,14 @@ def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_di
     assert len(distractor.left_out) == 338 - 92
     assert distractor.shown == "3 of 2 to 10 passages"
     assert distractor.notes == (
-        "246 of 438 questions have not all gold passages among their own and are left out "
-        "(--task.keep-incomplete True keeps them)",
+        "246 of 438 questions lack a gold passage among their own passages; they are left out, and "
+        "--task.keep-incomplete True would keep them",
     )
     complete = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
     assert len(complete.questions("dev")) + len(complete.questions("test")) == 338
     assert not complete.left_out
     assert complete.notes[0].startswith("246 of 438 questions")
-    assert "asked all the same" in complete.notes[0]
+    assert "they are asked" in complete.notes[0]
 
 
 @needs_data
@@ -138,7 +138,7 @@ def test_musique_as_it_comes():
 
 @needs_data
 def test_natural_questions_need_an_index():
-    with pytest.raises(UserError, match="nq has questions without passages and index is None"):
+    with pytest.raises(UserError, match=r"nq has no passages of its own, but task\.index is None"):
         task("nq", DATA / "nq_open")
     records = [
         record for file in (DATA / "nq_open").iterdir() for record in read_open_records(file, "nq")
@@ -230,7 +230,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         list(read_open_records(file, "nq"))
     file.write_text('{"question": " ", "answer": ["Ann"]}\n')
     with pytest.raises(
-        UserError, match=r"line 1: question '' and answers \['Ann'\]; both must be texts"
+        UserError, match=r"line 1: the question is blank, with the answers \['Ann'\]"
     ):
         list(read_open_records(file, "nq"))
     file.write_text('["no object"]\n')
@@ -238,7 +238,9 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         list(read_open_records(file, "hotpotqa"))
     trivia = tmp_path / "dev.json"
     trivia.write_text('{\n"Version": 1}')
-    with pytest.raises(UserError, match="neither a list of records nor has it a field Data"):
+    with pytest.raises(
+        UserError, match="neither a list of records nor an object whose field Data is a list"
+    ):
         list(read_open_records(trivia, "triviaqa"))
 
 
@@ -253,7 +255,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         (
             "popqa",
             {},
-            "has no file of questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there",
+            "has no file with questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
     (material,) = search(environment, "x", Entity(id="Nobody", label="Nobody"))
     assert material.entities == (Entity(id="Tom", label="Tom"), Entity(id="Nobody", label="Nobody"))
     assert search(environment, "x", Entity(id="Q999", label="X")) == ()
-    with pytest.raises(RetrievalError, match="the search names none"):
+    with pytest.raises(RetrievalError, match="the search names no entity"):
         search(environment, "x", None)
     assert isinstance(environment, GraphEnvironment)
     assert environment.statistics.queries == 2
@@ -255,20 +255,20 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
     for changes, message in (
         (
             {"index": words},
-            "the index .*words is of kind bm25 and no graph: give one of kind graph",
+            "the index .*words is of kind bm25, but a graph is needed: give an index of kind graph",
         ),
         (
             {"index": "http://host:8600"},
-            r"is a service of passages: write sparql\+http://host:8600",
+            r"is the address of a passage service: give sparql\+http://host:8600",
         ),
         ({"index": str(tmp_path / "nowhere")}, "there is no index"),
         (
             {"environment": "text", "index": graph},
-            "environment is text and the index .*index is a graph",
+            r"task\.environment is text, but task\.index .*index is a graph",
         ),
         (
             {"environment": "text", "index": "sparql+http://host/sparql"},
-            r"environment is text and the index sparql\+",
+            r"task\.environment is text, but task\.index sparql\+",
         ),
     ):
         with pytest.raises(UserError, match=message):

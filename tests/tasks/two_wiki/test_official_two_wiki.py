@@ -249,14 +249,14 @@ def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
         ),
         (
             [{"Q_id": "Q12439", "aliases": ["x"]}],
-            r"line 1: this is no line of id_aliases\.json as 2WikiMultihopQA v1\.1",
+            r"line 1: this is no line of id_aliases\.json of 2WikiMultihopQA v1\.1",
         ),
         ([ALIASES[0], {"Q12439": ["Motor City"]}], r"line 2: this is no line of id_aliases\.json"),
         ([{"Q_id": "Q12439", "aliases": "Motor City", "demonyms": []}], "line 1: this is no line"),
         ([{"Q_id": 12439, "aliases": [], "demonyms": []}], "line 1: this is no line"),
         ([{"Q_id": "Q12439", "aliases": [1], "demonyms": []}], "line 1: this is no line"),
         (["Motor City"], "line 1: this is no line"),
-        ([], "is blank, there is no alias in it"),
+        ([], "is blank and contains no alias"),
     ],
 )
 def test_an_alias_file_of_another_release_is_refused(official, lines, complaint):
@@ -274,19 +274,19 @@ def test_aliases_beside_questions_of_the_first_release_are_refused(tmp_path):
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
     with pytest.raises(
         UserError,
-        match="belongs to another release than the questions beside it: they have no answer_id",
+        match="another release than the questions in its folder: the questions have no answer_id",
     ):
         two_wiki.build(config(tmp_path))
 
 
 def test_what_counts_as_gold_is_said(official):
     assert about_questions(two_wiki.build(config(official)))[0] == (
-        "the aliases of id_aliases.json count as gold answers of 70 of 70 questions"
+        "id_aliases.json adds aliases to the gold answers of 70 of 70 questions"
     )
     (official / "id_aliases.json").unlink()
     (message,) = about_questions(two_wiki.build(config(official)))
-    assert message.startswith("70 answers have an id and ")
-    assert "the official script counts aliases too" in message
+    assert "has no id_aliases.json, but 70 answers have an id" in message
+    assert "the official script accepts their aliases as answers" in message
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval.split", "test"]])

@@ -325,11 +325,14 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     for changes, message in (
         (
             {"index": None},
-            r"retriever is dense and index is None: make an index .*mujica_jax\.index build",
+            r"task\.retriever is dense, but task\.index is None: make an index .*mujica_jax\.index build",
         ),
-        ({"index": words}, "retriever is dense and the index .*words is of kind bm25"),
-        ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind exact"),
-        ({"top_k": 3}, "top_k is 3 and the index .* holds 2 passages"),
+        ({"index": words}, r"task\.retriever is dense, but task\.index .*words is of kind bm25"),
+        (
+            {"retriever": "bm25"},
+            r"task\.retriever is bm25, but task\.index .*dense is of kind exact",
+        ),
+        ({"top_k": 3}, r"task\.top_k is 3, but task\.index .* only holds 2 passages"),
         (
             {"embedder": str(tiny_embedder(tmp_path / "other", seed=1))},
             "was built with the embedder",
@@ -368,19 +371,20 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
                 question.id for question in all_questions(local_task)
             }
             with pytest.raises(
-                UserError, match=f"retriever is dense and {address} serves an index of kind bm25"
+                UserError,
+                match=f"retriever is 'dense', but {address} serves an index of kind 'bm25'",
             ):
                 two_wiki.build(
                     config(folder, environment="text", top_k=1, retriever="dense", index=address)
                 )
             with pytest.raises(
                 UserError,
-                match=f"top_k is 3 and {address} serves an index of 2 passages: lower top_k",
+                match=f"top_k is 3, but the index at {address} has only 2 passages: lower top_k",
             ):
                 two_wiki.build(config(folder, environment="text", top_k=3, index=address))
         finally:
             process.kill()
-    with pytest.raises(UserError, match=f"{address} gives no health"):
+    with pytest.raises(UserError, match=f"cannot read the health of {address}"):
         two_wiki.build(config(folder, environment="text", index=address))
 
 
@@ -396,7 +400,9 @@ def until_well(build):
 
 
 def test_copies_of_text_questions_are_refused(folder):
-    with pytest.raises(UserError, match="augmented_copies is 2 and environment is text"):
+    with pytest.raises(
+        UserError, match=r"task\.augmented_copies is 2, but task\.environment is text"
+    ):
         two_wiki.build(config(folder, environment="text", augmented_copies=2))
 
 
@@ -523,7 +529,7 @@ def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path
 def test_an_unknown_entity_has_no_materials_and_none_is_a_typed_error():
     environment = GraphEnvironment(TripleGraph([]), top_k=3)
     assert search(environment, "x", Entity(id="Q9", label="X")) == ()
-    with pytest.raises(RetrievalError, match="the search names none"):
+    with pytest.raises(RetrievalError, match="the search names no entity"):
         search(environment, "x", None)
 
 
