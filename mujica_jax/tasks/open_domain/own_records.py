@@ -192,8 +192,8 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
             )
 
     aliases = [
-        *read_aliases(_list_or_none(fields.get("answer_aliases"))),
-        *read_aliases(_list_or_none(fields.get("aliases"))),
+        *read_aliases(_parsed_list(fields.get("answer_aliases"))),
+        *read_aliases(_parsed_list(fields.get("aliases"))),
     ]
     all_answers = [answer for answers in answers_of_fields.values() for answer in answers]
     return read_answers([*all_answers, *aliases])
@@ -209,9 +209,8 @@ def _answer_values(fields: Mapping[str, Any], name: str) -> list[object]:
         if "target" not in value:
             raise ValueError(f"{name} has the fields {', '.join(map(str, value))} and no target")
         value = value["target"]
-    values = _list_or_none(value)
-    if values is None:
-        values = [value]
+    value = _parsed_list(value)
+    values = list(value) if isinstance(value, list | tuple) else [value]
     return [answer for answer in values if not is_missing(answer)]
 
 
@@ -219,14 +218,14 @@ def _normalized(answers: tuple[str, ...]) -> set[str]:
     return {normalise_squad(answer) for answer in answers}
 
 
-def _list_or_none(value: Any) -> list[object] | None:
-    """Return a list. A text may hold a JSON list, as cells of tables do. None for anything else."""
+def _parsed_list(value: Any) -> Any:
+    """Return the list that a text holds as JSON, as cells of tables do. Other values stay."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            return json.loads(value)
         except ValueError:
-            return None
-    return list(value) if isinstance(value, list | tuple) else None
+            return value
+    return value
 
 
 def _passages(fields: Mapping[str, Any]) -> dict[str, tuple[GoldPassage, ...]]:
