@@ -329,7 +329,7 @@ def refusal(config: Config) -> UserError | None:
 
 def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, tmp_path):
     missing = refused(train, TWO_WIKI, "--run", "run", "--task.data-dir", "nowhere")
-    assert "folder nowhere does not exist; set data_dir" in missing
+    assert "folder nowhere does not exist; set task.data_dir" in missing
     assert written(tmp_path) == []
     data = tmp_path / "data"
     data.mkdir()

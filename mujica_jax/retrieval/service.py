@@ -129,8 +129,8 @@ class _Service:
     async def health(self) -> JSONResponse:
         """Answer GET /healthz.
 
-        Requests that arrive during a health check share its result. So many health requests at once
-        cost only one search.
+        Requests that arrive during a health check share its result. Any number of them at the same
+        time costs only one search.
         """
         if self._health_check is None or self._health_check.done():
             self._health_check = asyncio.create_task(self._retriever.health())

@@ -253,7 +253,7 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
 def local_folder(name: str | PurePath) -> Path:
     """Return the path of a local folder, or of an up-to-date local copy of a folder in a bucket.
 
-    The copy lies in the cache. Objects that changed in the bucket are downloaded again, and
+    The copy is in the cache. Objects that changed in the bucket are downloaded again, and
     compared with their checksums. Raises UserError if the folder in the bucket has no objects.
     """
     folder = run_path(name)

@@ -218,7 +218,7 @@ class JetStreamEngine(engine_api.Engine):
         except RequestError as error:
             if self._sampling is None:
                 raise
-            logger.warning("a prompt is answered with no token: %s", error)
+            logger.warning("a request gets an empty answer: %s", error)
             return Prefix(())
         return Prefix(tuple(prompt.tolist()))
 
@@ -569,7 +569,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         """Return (token ids with padding, number of tokens) of a text."""
         if self._wrapped is None:
             logger.warning(
-                "a text is answered with no token: the engine has no tokenizer, send token ids"
+                "a request gets an empty answer: the engine has no tokenizer, so send token ids"
             )
             ids = []
         else:

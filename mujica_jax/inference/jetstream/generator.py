@@ -210,7 +210,8 @@ class JetStreamGenerator(QueuedGenerator):
             if first_token is not None:
                 raise EngineError(
                     f"{self._name} declares sampling_per_request and its prefill returns a first "
-                    "token that was not sampled so: let prefill return the prefix alone"
+                    "token, which ignores the request's settings: let prefill return the prefix "
+                    "alone"
                 )
             self._decode_state = self._engine.insert(
                 prefix, self._decode_state, slot=slot, sampling=sequence.params
