@@ -379,7 +379,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(refused, tmp_path, mon
         train, SMOKE, "--run", "run", "--trainer.fsdp", "4", "--model.hidden-size", "30"
     )
     assert (
-        "axis embed of size 30 cannot be split over fsdp of size 4: use fsdp of 1, 2 or 3"
+        "axis embed of size 30 cannot be split over fsdp of size 4: use fsdp of size 1, 2 or 3"
         in message
     )
     assert written(tmp_path) == []
@@ -478,7 +478,7 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
     message = refused(train, SMOKE, *started, "--agent.prompt", "zero_shot")
     assert re.search(
-        r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more",
+        r"the planner's prompt \(few_shot\) has \d+ tokens\. .* needs \d+ tokens, .*: raise it to \d+ or more",
         message,
     )
     assert not (tmp_path / "run").exists()
@@ -660,7 +660,7 @@ def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpo
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--policy", "2")
     assert "--policy is 2" in message
-    assert "no run directory" in message
+    assert "is not a run directory" in message
 
 
 def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):

@@ -180,7 +180,7 @@ def test_two_models_are_compared_question_by_question_over_several_samples(token
     assert differences["em_sampled"] == 25.0
     assert "+25.0 (+0.0 to +50.0)" in done.stdout
     assert refused.returncode == 2
-    assert f"--beside {earlier} has 2 questions and 3 are asked" in refused.stderr
+    assert f"--beside {earlier} has 2 questions and this evaluation has 3" in refused.stderr
 
 
 def test_the_commands_of_the_document_are_taken(monkeypatch):

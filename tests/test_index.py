@@ -226,7 +226,7 @@ def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, mon
         str(tmp_path / "out"),
     ]
     assert index.main(words) == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "run the same command again to continue" in capsys.readouterr().err
 
 
 @needs_data

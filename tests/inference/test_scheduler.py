@@ -156,7 +156,7 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token():
 BAD_REQUESTS = {
     "the prompt is empty": ([], params()),
     "token ids 3..20 are outside the vocabulary of 20": ([3, 20], params()),
-    "token ids -1..3 leave": ([3, -1], params()),
+    "token ids -1..3 are outside the vocabulary": ([3, -1], params()),
     "max_new_tokens is 0": ([3], params(max_new_tokens=0)),
     "temperature is -0.5": ([3], params(temperature=-0.5)),
     "temperature is nan": ([3], params(temperature=math.nan)),

@@ -147,7 +147,7 @@ def test_a_file_that_the_index_names_must_exist(directory):
         '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
     )
     with pytest.raises(
-        UserError, match=r"model-00001-of-00002.safetensors is named by .* but missing"
+        UserError, match=r"model-00001-of-00002.safetensors is named by .* but is missing"
     ):
         load_checkpoint(directory)
 

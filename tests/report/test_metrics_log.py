@@ -233,6 +233,6 @@ def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(t
 def test_without_the_package_one_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        UserError, match=r"metrics.wandb online needs the package wandb .*install -e '.\[wandb\]'"
+        UserError, match=r"metrics.wandb online needs the package wandb, .*install -e '.\[wandb\]'"
     ):
         import_wandb(MetricsConfig(wandb="online"))

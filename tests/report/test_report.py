@@ -405,7 +405,7 @@ def test_what_an_agent_without_workers_found_is_shown_and_its_last_turn_where_th
 
 
 def test_a_tree_of_another_question_is_refused():
-    with pytest.raises(AssertionError, match="trajectory of q2"):
+    with pytest.raises(AssertionError, match="belongs to question q2, not to q1"):
         question_tree(QUESTION, trajectory(question_id="q2"))
 
 

@@ -15,7 +15,7 @@ from mkdocs.config import load_config
 from mkdocs.config.defaults import MkDocsConfig
 
 from docs.hooks import PAGE, configuration_page, field_comments, kind_name
-from mujica_jax.config import files
+from mujica_jax.config.command_line import command_line
 from mujica_jax.config.fields import union_members
 from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import Config
@@ -143,7 +143,7 @@ def test_the_page_says_what_the_help_says(section, capsys, monkeypatch):
     for kind in kinds:
         chosen = [f"--{section}.kind", kind_name(kind)] if len(kinds) > 1 else []
         with pytest.raises(SystemExit):
-            files.command_line([*chosen, "--help"], default="tiny_world")
+            command_line([*chosen, "--help"], default="tiny_world")
         shown = words(capsys.readouterr().out)
         for name, comment in field_comments(kind).items():
             assert words(comment) in shown, f"{section}.{name} of {kind.__name__}"

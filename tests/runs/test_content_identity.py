@@ -154,7 +154,7 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
         RunMismatchError, match=r"was started with other data than .* holds now"
     ) as refused:
         check_content(store, config, two_wiki(folder))
-    assert "give the same data or choose another --run directory" in str(refused.value)
+    assert "give the same data, or choose another --run directory" in str(refused.value)
     assert "evaluation questions was" in str(refused.value), (
         "gold passages are a part of their question"
     )

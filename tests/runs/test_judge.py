@@ -305,7 +305,7 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
                 verdicts=RunVerdicts(Store(tmp_path)),
             )
         with pytest.raises(
-            UserError, match=r"the judge judge gives no verdict .*: correct --judge\.base-url"
+            UserError, match=r"the judge judge gives no verdict .*: check --judge\.base-url"
         ):
             opened(config).check()
     assert list(tmp_path.rglob("*.json")) == [], "nothing is kept of a failure"

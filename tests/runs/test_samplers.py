@@ -126,7 +126,7 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
     assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: of_one[name] for name in of_one if name != "metrics"
     }
-    assert "sampled by policy 1, 1 behind" in of_trainer["output"]
+    assert "sampled by policy 1 (versions behind the newest: 1)" in of_trainer["output"]
 
 
 @pytest.mark.slow

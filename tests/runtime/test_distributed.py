@@ -304,7 +304,8 @@ def test_an_error_of_the_program_is_shown_and_ends_the_others(job, service, caps
             distributed.abort_with_traceback()
     messages = capsys.readouterr().err
     assert "KeyError: 'a mistake'" in messages
-    assert messages.splitlines()[-1].startswith("process 1 on b ends because of this error. If it")
+    last_line = messages.splitlines()[-1]
+    assert last_line.startswith("process 1 on b ends because of this error. If the error is about")
     assert "the program failed" in service.store[SHUTDOWN]
 
 

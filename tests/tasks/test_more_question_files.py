@@ -128,7 +128,7 @@ def test_a_question_of_qald_that_is_given_twice_counts_once(tmp_path):
     ("changes", "sentence"),
     [
         ({"id": None}, "the id is None and must be a text or a number"),
-        ({"id": float("nan")}, "nan is no number"),
+        ({"id": float("nan")}, "nan is not finite and must be a finite number"),
         ({"question": wordings(5)}, "the question is 5 and must be a text"),
         ({"question": wordings(" ")}, "the question is blank in the language en"),
         ({"question": wordings("Who \ud83d?")}, "cannot be written as UTF-8"),

@@ -376,7 +376,8 @@ def test_arrays_and_lines_are_read_whatever_the_file_is_called(tmp_path, bom, na
 
 def test_an_object_that_is_no_record_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"dev\.json is neither a list of records nor an object with a field Data"
+        UserError,
+        match=r"dev\.json is neither a list of records nor an object whose field Data is a list",
     ):
         only_record(
             tmp_path, "triviaqa", json.dumps({"version": 1, "data": [trivia()]}), "dev.json"

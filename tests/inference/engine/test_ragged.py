@@ -242,7 +242,7 @@ def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fit
             UserError,
             match=(
                 f"{heads} key and value heads over engine.tensor_parallel_size {tensor} are "
-                f"{heads // tensor} a device"
+                f"{heads // tensor} per device"
             ),
         ):
             check_tiles(model, tensor, dtype)

@@ -119,11 +119,13 @@ def test_a_teachers_prompt_without_room_is_refused_with_the_limit_before_anythin
     run, monkeypatch
 ):
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_max_tokens=0))
-    with pytest.raises(UserError, match=r"method.teacher_max_tokens is 1024: raise it"):
+    with pytest.raises(
+        UserError, match=r"method.teacher_max_tokens is 1024: raise method.teacher_max_tokens"
+    ):
         evipath_teacher.find_author(run)
     own = with_method(run.config, teacher="policy", mode="deductive", teacher_prompt="few_shot")
     monkeypatch.setattr(run, "config", own)
-    with pytest.raises(UserError, match=r"agent.max_trajectory_tokens is 1024: raise it"):
+    with pytest.raises(UserError, match=r"agent.max_trajectory_tokens is 1024: raise agent"):
         evipath_teacher.find_author(run)
 
 

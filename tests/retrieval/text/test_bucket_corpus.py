@@ -180,7 +180,7 @@ def test_an_index_is_no_object_of_a_bucket(capsys, tmp_path):
     assert index.main(words) == 2
     assert "--out is gs://mine/index" in capsys.readouterr().err
     assert index.main(["query", "--index", "gs://mine/index", "who?"]) == 2
-    assert "copy it into a directory" in capsys.readouterr().err
+    assert "copy it into a local directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -94,7 +94,7 @@ def test_questions_whose_answers_the_graph_knows_are_asked_and_played(graph):
 
 
 def test_what_a_task_lacks_is_said(graph, tmp_path):
-    with pytest.raises(UserError, match=r"answered over Wikidata and task\.index is None"):
+    with pytest.raises(UserError, match=r"needs a graph of Wikidata, but task\.index is None"):
         task(None)
     with pytest.raises(UserError, match=r"put qald_10\.json from KGQA/QALD-10 there"):
         task(graph, data_dir=str(tmp_path))

@@ -291,7 +291,7 @@ def test_nobody_has_an_unknown_key(world):
 
 
 def test_searching_without_an_entity_is_refused(world):
-    with pytest.raises(ValueError, match="names the entity"):
+    with pytest.raises(ValueError, match="is searched by entity"):
         asyncio.run(world.graph.search("Who?", None))
 
 

@@ -132,12 +132,12 @@ def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
         != set()
     )
     assert any(
-        "not those of the official dev set" in sentence for sentence in about_questions(sample)
+        "not scores of the official dev set" in sentence for sentence in about_questions(sample)
     )
     whole = dataclasses.replace(load_config("two_wiki_text_v5e"), task=config(official))
     with pytest.raises(
         UserError,
-        match=r"0 training and \d+ dev questions .* Questions of files dev\* are never trained",
+        match=r"has 0 training questions and \d+ dev questions.* Questions in files called dev\* are never trained",
     ):
         build_task(whole)
 

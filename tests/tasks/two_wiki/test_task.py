@@ -438,7 +438,7 @@ def test_evidences_are_the_graph_where_there_are_no_triples(folder):
 
 
 def test_missing_folder_and_files_are_named(folder, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere does not exist; set data_dir .*dev\*\.json"):
+    with pytest.raises(UserError, match=r"nowhere does not exist; set task.data_dir .*dev\*\.json"):
         two_wiki.build(config(tmp_path / "nowhere"))
     (folder / "corpus.json").unlink()
     with pytest.raises(UserError, match=r"has no file with passages; expected .*corpus\*\.json"):
