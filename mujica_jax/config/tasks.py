@@ -97,6 +97,7 @@ class OwnQuestionsConfig(MultiHopConfig):
     name are for that split.
     """
 
+    # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["questions"] = "questions"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.own_questions:build"
     # Percentage of the questions without a split that is held out for dev and test, by the hash of
