@@ -49,6 +49,13 @@ from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.dense import check_k
+from mujica_jax.retrieval.text.documents import (
+    DEFAULT_CHUNKING,
+    Chunking,
+    corpus_files,
+    is_document,
+)
+from mujica_jax.retrieval.text.documents import SUFFIXES as DOCUMENT_SUFFIXES
 from mujica_jax.retrieval.text.index import (
     MAX_EXACT_PASSAGES,
     Index,
@@ -378,9 +385,11 @@ def _index_spec(arguments: argparse.Namespace) -> IndexSpec:
     embedder = None
     if arguments.kind != "bm25" and source is None:
         embedder = find_embedder(arguments.embedder or DEFAULT_EMBEDDER, arguments.prefixes)
+    corpus = corpus_files(arguments.corpus or ())
     return IndexSpec(
         kind=arguments.kind,
-        corpus=tuple(arguments.corpus or ()),
+        corpus=corpus,
+        chunking=_chunking(arguments, corpus),
         source=source,
         skip=arguments.skip,
         tokeniser=arguments.tokenizer or "default",
@@ -388,6 +397,26 @@ def _index_spec(arguments: argparse.Namespace) -> IndexSpec:
         storage=arguments.storage or "bfloat16",
         recall_target=getattr(arguments, "recall_target", None),
     )
+
+
+def _chunking(arguments: argparse.Namespace, corpus: Sequence[str]) -> Chunking:
+    """Return the size of the passages that documents are cut into. Raises UserError."""
+    chosen = {
+        name: value
+        for name, value in (
+            ("chunk_tokens", arguments.chunk_tokens),
+            ("overlap_tokens", arguments.chunk_overlap),
+        )
+        if value is not None
+    }
+    if chosen and not any(map(is_document, corpus)):
+        raise UserError(
+            "--chunk-tokens and --chunk-overlap are for documents "
+            f"({', '.join(DOCUMENT_SUFFIXES)}), and the corpus holds none: leave them out"
+        )
+    chunking = Chunking(**chosen)
+    chunking.check()
+    return chunking
 
 
 def _graph_spec(arguments: argparse.Namespace) -> GraphSpec:
@@ -544,7 +573,8 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         nargs="+",
         metavar="FILE",
-        help="files of passages (JSON arrays, JSON Lines, Parquet, tar) or of triples (.tsv, .nt)",
+        help="files of passages (JSON arrays, JSON Lines, Parquet, tar), documents (.pdf, .html, .md, "
+        ".txt) or folders of them, or files of triples (.tsv, .nt)",
     )
     parser.add_argument(
         "--embeddings",
@@ -585,6 +615,20 @@ def _add_content_flags(parser: argparse.ArgumentParser) -> None:
         "--storage",
         choices=("bfloat16", "int8"),
         help="number type of the embeddings on disk (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens (words and punctuation marks) of a passage that is cut from "
+        f"a document (default: {DEFAULT_CHUNKING.chunk_tokens})",
+    )
+    parser.add_argument(
+        "--chunk-overlap",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens that neighbouring passages of a document share (default: "
+        f"{DEFAULT_CHUNKING.overlap_tokens})",
     )
     parser.add_argument(
         "--skip",

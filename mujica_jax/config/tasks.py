@@ -88,6 +88,24 @@ class MusiqueConfig(MultiHopConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnQuestionsConfig(MultiHopConfig):
+    """Questions of your own with their answers, over an index of passages.
+
+    `data_dir` is a file or a folder of files: JSON, JSON Lines, CSV, TSV or Parquet, also in the
+    forms of FlashRAG, verl, Search-R1, HotpotQA and BEIR. `hf:NAME` is a data set of the Hugging
+    Face Hub, which needs the package datasets. Files with train, dev (or valid) or test in their
+    name are for that split.
+    """
+
+    # Task. `--task.kind NAME --help` shows the settings of another task.
+    kind: Literal["questions"] = "questions"
+    implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.own_questions:build"
+    # Percentage of the questions without a split that is held out for dev and test, by the hash of
+    # their ids.
+    hold_out_percent: Percent = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NaturalQuestionsConfig(OpenDomainConfig):
     """Natural Questions, the open-domain version (NQ-open)."""
 
@@ -163,6 +181,7 @@ class QaldConfig:
 OpenDomain = (
     HotpotConfig
     | MusiqueConfig
+    | OwnQuestionsConfig
     | NaturalQuestionsConfig
     | TriviaQaConfig
     | PopQaConfig

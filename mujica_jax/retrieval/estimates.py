@@ -78,7 +78,7 @@ def estimate_corpus(
     result also holds the chosen kind and the reason (`why`).
     """
     skipped = Skipped()
-    stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
+    stream = stream_corpus(spec.corpus, skipped if spec.skip else None, spec.chunking)
     sample = list(itertools.islice(stream, WORDS_SAMPLE))
     if passages is None:
         passages = len(sample) + sum(1 for _ in stream)

@@ -112,6 +112,18 @@ class Task(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remarks:
+    """Remarks of a task about its questions."""
+
+    # The ids of questions that cannot be asked.
+    left_out: Sequence[str] = ()
+    # Sentences for the user.
+    notes: Sequence[str] = ()
+    # How many of a question's own passages a search shows, as in "5 of 10 passages".
+    shown: str = ""
+
+
 @runtime_checkable
 class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""

@@ -11,6 +11,8 @@ reads. Published corpora can be read unchanged:
   used, whatever `contents` begins with.
 - HotpotQA's abstracts: a tar of bz2 JSON Lines, in which `text` is a list of sentences.
 
+Text, Markdown, HTML and PDF files are cut into passages (`documents.py`).
+
 The id of a passage is its `id` or `_id`, or else its position in the whole corpus. A passage with
 an empty text or a duplicate id raises an error with its file and line. If the caller asks for it,
 such passages are skipped and counted instead.
@@ -37,6 +39,12 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.manifest import rebuild_advice
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, in_one_form, records_of
+from mujica_jax.retrieval.text.documents import (
+    DEFAULT_CHUNKING,
+    Chunking,
+    document_records,
+    is_document,
+)
 
 # Search results of one query: (position of a passage, its score), best first.
 Hits = list[tuple[int, float]]
@@ -101,22 +109,27 @@ def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
     return list(stream_corpus(paths))
 
 
-def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
+def stream_corpus(
+    paths: Sequence[str | Path],
+    skipped: Skipped | None = None,
+    chunking: Chunking = DEFAULT_CHUNKING,
+) -> Iterator[Passage]:
     """Yield the passages of the files, in order.
 
-    Only one passage and the hashes of all ids (`PassageIds`) are in memory. With `skipped`, a bad
-    passage is left out and counted in it. Without, a bad passage raises UserError.
+    Only one passage and the hashes of all ids (`PassageIds`) are in memory, and one document at a
+    time. With `skipped`, a bad passage or document is left out and counted in it. Without, it
+    raises UserError. `chunking` is the size of the passages that documents are cut into.
     """
     ids = PassageIds()
     position = 0
-    for place, record in records_of(paths):
+    for place, record in _records(paths, skipped, chunking):
         try:
             passage = _passage(record, str(position), place)
             if not ids.add(passage.id):
                 # Read the files again to find the first use of the id. Only the first skipped
                 # passage is shown to the user, so this is not needed for later ones.
                 is_shown = skipped is None or not skipped.skipped
-                first = _first_place(passage.id, paths) if is_shown else ""
+                first = _first_place(passage.id, paths, chunking) if is_shown else ""
                 advice = "each file once" if first == place else "each passage its own id"
                 raise UserError(
                     f"{place}: the passage id {_repr.repr(passage.id)} was already used in "
@@ -129,6 +142,24 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
             continue
         position += 1
         yield passage
+
+
+def _records(
+    paths: Sequence[str | Path], skipped: Skipped | None, chunking: Chunking
+) -> Iterator[tuple[str, object]]:
+    """Yield the place and the value of each record of the files, and of each chunk of documents."""
+    for path in paths:
+        if not is_document(path):
+            yield from records_of([path])
+            continue
+        try:
+            chunks = list(document_records(path, chunking))
+        except UserError as error:
+            if skipped is None:
+                raise
+            skipped.skip(error)
+            continue
+        yield from chunks
 
 
 class PassageFile(Sequence[Passage]):
@@ -256,12 +287,13 @@ class PassageIds:
         return True
 
 
-def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:
+def _first_place(identifier: str, paths: Sequence[str | Path], chunking: Chunking) -> str:
     """Return the file and line of the first passage with this id.
 
     Records before it are expected to be valid. (Only the first bad passage is looked up.)
     """
-    for number, (place, record) in enumerate(records_of(paths)):
+    records = _records(paths, skipped=None, chunking=chunking)
+    for number, (place, record) in enumerate(records):
         if _passage(record, str(number), place).id == identifier:
             return place
     return "a line that no longer exists"

@@ -32,6 +32,7 @@ from mujica_jax.retrieval.manifest import (
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex, VectorSearch
+from mujica_jax.retrieval.text.documents import DEFAULT_CHUNKING, Chunking, is_document
 from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
     ScannParameters,
@@ -65,7 +66,10 @@ BM25_FOLDER = "bm25"
 SCANN_FOLDER = "scann"
 # Keys of a plan on which embeddings depend. If a manifest has no prefixes, they follow from the
 # embedder's name.
-DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
+DENSE_PLAN = (
+    *("corpus", "skip", "chunking", "embedder", "prefixes", "embedder_version", "dimension"),
+    "storage",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class IndexSpec:
     source: str | None = None
     # Leave out and count bad passages, instead of raising an error.
     skip: bool = False
+    # Size of the passages that documents (PDF, HTML, Markdown, text) are cut into.
+    chunking: Chunking = DEFAULT_CHUNKING
     # How text is split into words (kind bm25 only).
     tokeniser: Tokeniser = "default"
     # The model that embeds passages and queries (all kinds except bm25).
@@ -108,6 +114,8 @@ class IndexSpec:
 
         plan["corpus"] = describe_files(self.corpus)
         plan["skip"] = self.skip
+        if any(is_document(file) for file in self.corpus):
+            plan["chunking"] = dataclasses.asdict(self.chunking)
         if self.embedder is None:
             plan["tokeniser"] = self.tokeniser
         else:
@@ -321,7 +329,7 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
     unfinished = folder / f".{FILE}.new"
     skipped = Skipped()
     with reporter.stage("reading the corpus", unit="passages") as stage:
-        passages = stream_corpus(spec.corpus, skipped if spec.skip else None)
+        passages = stream_corpus(spec.corpus, skipped if spec.skip else None, spec.chunking)
         rows = write_passages(passages, unfinished, on_rows=stage.update)
     if rows == 0:
         raise UserError(

@@ -37,7 +37,7 @@ from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
 from mujica_jax.tasks.prepared import prepared_records
 from mujica_jax.tasks.question_fields import check_characters, read_id, read_question
-from mujica_jax.tasks.task import Split, hash_of
+from mujica_jax.tasks.task import Remarks, Split, hash_of
 
 PATTERNS = ("qald*.json", "qald*.json.gz")
 _wikidata_entity = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
@@ -86,7 +86,9 @@ def build(config: QaldConfig) -> OpenDomain:
             "a graph of Wikidata"
         )
     environment = GraphEnvironment(graph, config.top_k, triple_ranking)
-    return OpenDomain(config, questions, environment, own_environments={}, left_out=left_out)
+    return OpenDomain(
+        config, questions, environment, own_environments={}, remarks=Remarks(left_out=left_out)
+    )
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ question.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
@@ -25,7 +25,7 @@ from mujica_jax.tasks.passages import (
     leave_incomplete_out,
     open_passages,
 )
-from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Remarks, Split, hash_of
 
 # The scoring rule of each task. The rule `musique` has the normalisation of SQuAD and plain token
 # F1, which open-domain papers use.
@@ -38,7 +38,13 @@ RULES: Mapping[str, Rule] = {
     "ambigqa": "musique",
     "bamboogle": "musique",
     "qald10": "musique",
+    "questions": "musique",
 }
+
+
+NO_REMARKS = Remarks()
+# The paragraphs given with each question, by the question's id.
+Paragraphs = Mapping[str, Sequence[GoldPassage]]
 
 
 class OpenDomain:
@@ -50,29 +56,27 @@ class OpenDomain:
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
         own_environments: Mapping[str, Environment],
-        left_out: Collection[str] = (),
-        notes: Sequence[str] = (),
-        shown: str = "",
+        remarks: Remarks = NO_REMARKS,
+        read_paragraphs: Callable[[], Paragraphs] = dict,
     ) -> None:
         """Take the questions, and the environments in which they are answered.
 
         `environment` serves all questions. If it is None, `own_environments` has the environment
         of each question, by question id.
 
-        `left_out` holds the ids of questions that cannot be asked. `notes` holds sentences about
-        the questions. `shown` says how many of a question's own passages a search shows, as in
-        "5 of 10 passages".
+        `read_paragraphs` returns the paragraphs that the data set gives with each question, by id.
+        It is called when they are first needed, because they may take much memory.
         """
         self.name = config.kind
         self.rule = RULES[config.kind]
-        self.left_out = tuple(left_out)
-        self.notes = tuple(notes)
-        self.shown = shown
+        self.left_out = tuple(remarks.left_out)
+        self.notes = tuple(remarks.notes)
+        self.shown = remarks.shown
         self.environment_kind: EnvironmentKind = config.environment
         self._questions = questions
         self._environment = environment
         self._own_environments = own_environments
-        self._config = config
+        self._read_paragraphs = read_paragraphs
 
     def questions(self, split: Split) -> Sequence[Question]:
         """Return the questions of a split, ordered by the hash of their ids.
@@ -88,30 +92,43 @@ class OpenDomain:
         return self._environment
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that HotpotQA or MuSiQue gives with the question.
-
-        The result is empty for the other data sets.
-        """
+        """Return the paragraphs that the data set gives with the question. Some sets give none."""
         return self._paragraphs.get(question.id, ())
 
     @functools.cached_property
-    def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions, by question id. They are read on first use."""
-        if not isinstance(self._config, MultiHopConfig):
-            return {}
-        paragraphs: dict[str, Sequence[GoldPassage]] = {}
-        for _, record in read_set(Path(self._config.data_dir), self._config.kind):
-            paragraphs.setdefault(record.id, record.context)
-        return paragraphs
+    def _paragraphs(self) -> Paragraphs:
+        return self._read_paragraphs()
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:
     """Return the task of a configuration. Raises UserError if it cannot be built."""
     config = with_data_folder(config)
-    split_records = _read_splits(config)
+    read_paragraphs: Callable[[], Paragraphs] = dict
+    if isinstance(config, MultiHopConfig):
+        read_paragraphs = functools.partial(_paragraphs_of_files, config)
+    return task_of(config, _read_splits(config), read_paragraphs)
 
+
+def _paragraphs_of_files(config: MultiHopConfig) -> Paragraphs:
+    """Return the paragraphs of all questions by id, read from the files."""
+    paragraphs: dict[str, Sequence[GoldPassage]] = {}
+    for _, record in read_set(Path(config.data_dir), config.kind):
+        paragraphs.setdefault(record.id, record.context)
+    return paragraphs
+
+
+def task_of(
+    config: OpenDomainConfig,
+    split_records: Mapping[Split, Mapping[str, OpenRecord]],
+    read_paragraphs: Callable[[], Paragraphs],
+) -> OpenDomain:
+    """Return the task that asks these records over the passages that the configuration names.
+
+    `split_records` has the records of each split by id. `read_paragraphs` returns the paragraphs
+    that the data set gives with each question. Raises UserError if there is nothing to search.
+    """
     if isinstance(config, MultiHopConfig) and config.setting == "distractor":
-        return _distractor_task(config, split_records)
+        return _distractor_task(config, split_records, read_paragraphs)
 
     # Choose the questions.
     split_records = _first_by_hash(split_records, config.max_questions)
@@ -123,19 +140,25 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     if config.index is None and not own_passages:
         raise UserError(
             f"task.kind {config.kind} has no passages of its own, but task.index is None: give "
-            "--task.index with an index of Wikipedia, as docs/guides/passages.md builds it"
+            "--task.index with an index of passages, as docs/guides/passages.md builds it"
         )
     retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     questions = _questions(split_records, corpus)
     return OpenDomain(
-        config, questions, TextEnvironment(retriever, config.top_k), own_environments={}
+        config,
+        questions,
+        TextEnvironment(retriever, config.top_k),
+        own_environments={},
+        read_paragraphs=read_paragraphs,
     )
 
 
 def _distractor_task(
-    config: MultiHopConfig, split_records: Mapping[Split, Mapping[str, OpenRecord]]
+    config: MultiHopConfig,
+    split_records: Mapping[Split, Mapping[str, OpenRecord]],
+    read_paragraphs: Callable[[], Paragraphs],
 ) -> OpenDomain:
     """Return the task in the distractor setting, where a search covers a question's own passages.
 
@@ -158,11 +181,10 @@ def _distractor_task(
     return OpenDomain(
         config,
         _questions(chosen_records, corpus=None),
-        environment=None,
-        own_environments=own_passages,
-        left_out=left_out,
-        notes=notes,
-        shown=own_passages.describe(),
+        None,
+        own_passages,
+        Remarks(left_out=left_out, notes=notes, shown=own_passages.describe()),
+        read_paragraphs=read_paragraphs,
     )
 
 

@@ -65,7 +65,7 @@ from mujica_jax.tasks.passages import (
     titled,
 )
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
-from mujica_jax.tasks.task import Environment, Split, hash_of
+from mujica_jax.tasks.task import Environment, Remarks, Split, hash_of
 from mujica_jax.tasks.two_wiki.aliases import ALIAS_FILE, alias_file, official_aliases, with_aliases
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import (
@@ -115,18 +115,6 @@ class Environments:
     elsewhere: Mapping[str, TextEnvironment] = dataclasses.field(default_factory=dict)
     # Over graphs: the environment in which demonstrations are played.
     demonstrated_in: GraphEnvironment | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Remarks:
-    """Remarks of a task about its questions."""
-
-    # The ids of questions that cannot be asked.
-    left_out: Sequence[str]
-    # Sentences for the user.
-    notes: Sequence[str]
-    # How many of a question's own passages a search shows, as in "5 of 10 passages".
-    shown: str = ""
 
 
 class TwoWiki:
