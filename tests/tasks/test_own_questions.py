@@ -212,3 +212,15 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
     assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()
+
+
+def test_questions_without_answers_or_gold_passages_are_told_about_another_task(folder):
+    lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+    without_gold = [{"_id": q["_id"], "question": q["question"], "answer": "x"} for q in lines]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, without_gold)))
+    with pytest.raises(UserError, match=r"ask them without gold passages with --task\.kind questions"):
+        build(folder)
+    without_answer = [{"_id": q["_id"], "question": q["question"]} for q in lines]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, without_answer)))
+    with pytest.raises(UserError, match="has an answer: give each one the field answer, or use"):
+        build(folder)

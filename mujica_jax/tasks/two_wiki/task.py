@@ -628,11 +628,22 @@ def _left_out(
     records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, reason: str
 ) -> list[str]:
     """Return the ids of the records that cannot be asked. Raises UserError if none can."""
+    if not records:
+        raise UserError(
+            f"no question in {config.data_dir} has an answer: give each one the field answer, or use "
+            "--task.kind questions, which reads answers, golden_answers and more "
+            "(docs/guides/own_questions.md)"
+        )
     if not questions:
+        advice = ""
+        if config.environment == "text":
+            advice = (
+                ", or ask them without gold passages with --task.kind questions --task.index DIR"
+            )
         raise UserError(
             f"no question in {config.data_dir} can be asked with task.environment "
-            f"{config.environment}: all {len(records)} questions with an answer {reason} (see "
-            "docs/guides/own_questions.md)"
+            f"{config.environment}: all {len(records)} questions with an answer {reason}; add them "
+            f"(docs/guides/own_questions.md){advice}"
         )
     asked_ids = {question.id for question in questions}
     return [record.id for record in records if record.id not in asked_ids]
