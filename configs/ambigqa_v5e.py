@@ -6,11 +6,19 @@
 
 A single agent searches in the format of Search-R1.
 
-EM and F1 in the paper (DecEx-RAG, table 1): Search-R1 with its own checkpoint 49.2 and 60.4, direct
-11.6 and 22.4, chain of thought 27.6 and 38.1, rag 44.3 and 56.7, Iter-RetGen 47.0 and 58.8, IRCoT
-24.5 and 40.6, FLARE 40.6 and 50.1, Search-o1 42.5 and 53.4. As in the paper, a search returns three
-passages, and there are at most four searches. For the other data sets of the paper, use
-`nq_qwen3_4b_v5e.py` with --task.top-k 3.
+EM and F1 in the paper (DecEx-RAG, table 1), by the name of the agent:
+
+    Search-R1 (its own checkpoint)    49.2  60.4
+    direct                            11.6  22.4
+    chain_of_thought                  27.6  38.1
+    rag                               44.3  56.7
+    iter_retgen                       47.0  58.8
+    ircot                             24.5  40.6
+    flare                             40.6  50.1
+    search_o1                         42.5  53.4
+
+As in the paper, a search returns three passages, and there are at most four searches. For the other
+data sets of the paper, use `nq_qwen3_4b_v5e.py` with --task.top-k 3.
 
 This configuration was never run. The index, and all settings except the task, the model and the
 style, are those of `nq_qwen3_4b_v5e.py`.

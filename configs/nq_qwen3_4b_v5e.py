@@ -16,8 +16,8 @@ Scores in the paper (Learning When to Search, table 1), as the share of answers 
 Flags for other rows of the papers:
 
 - The other data sets of the paper: --task.kind with --task.data-dir DIR and --eval.questions 20000.
-  The columns are direct, rag, both stages, and searches for each question with both stages, first
-  for Qwen3-4B and then for Qwen3-8B:
+  The columns are the scores of direct, of rag and after both stages, and the searches for each
+  question after both stages. The first four columns are for Qwen3-4B, the others for Qwen3-8B:
 
       triviaqa    0.48  0.73  0.83  1.03     0.61  0.70  0.81  1.01
       popqa       0.20  0.51  0.54  1.06     0.25  0.52  0.53  1.01
@@ -25,7 +25,7 @@ Flags for other rows of the papers:
       musique     0.12  0.19  0.24  1.25     0.14  0.18  0.27  2.15
       bamboogle   0.37  0.50  0.61  1.44     0.48  0.54  0.56  1.22
 
-- Qwen3-8B and Qwen2.5-7B: other values of --init. They fit too.
+- Qwen3-8B and Qwen2.5-7B: give another checkpoint as --init. Both models fit four chips too.
 - The prompt-based rows of DecEx-RAG, table 1: --task.top-k 3 --agents direct chain_of_thought rag
   iter_retgen ircot flare search_o1.
 - Search-R1: --agent.style search_r1.
@@ -69,10 +69,10 @@ def get_config() -> Config:
         agent=SingleConfig(
             prompt="zero_shot",
             style="reflect",
-            # The last of five turns answers.
+            # There are at most five turns, and the last one answers.
             max_searches=4,
             max_turn_tokens=8192,
-            # A prompt and a response.
+            # The paper's limits of a prompt and of a response.
             max_trajectory_tokens=2048 + 16384,
             max_observation_tokens=4096,
         ),

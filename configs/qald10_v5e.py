@@ -7,7 +7,7 @@ Scores in the paper (Mujica-MyGO, table 5): EM 39.85 and F1 49.73, and 27.92 and
 prompts (--init CHECKPOINT --agent.prompt few_shot).
 
 This configuration was never run. The test questions are all questions whose entities and answers
-the graph knows. Nothing is chosen on them, and none of them is used for training. The agent
+are in the graph. Nothing is chosen on them, and none of them is used for training. The agent
 searches Wikidata's endpoint, as in the paper, or the graph that --task.index names
 (docs/guides/graphs.md). If an entity has more than 30 triples, bge-large-en-v1.5 ranks them, as in
 the paper. --task.retriever bm25 ranks them by words. All other settings are those of

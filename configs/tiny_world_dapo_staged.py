@@ -63,7 +63,7 @@ def get_config() -> Config:
             epochs=1,
             mini_batch_size=32,
             max_sampled_batches=4,
-            # Five turns of the largest permitted length.
+            # The length of five turns of `max_turn_tokens` tokens.
             overlong_tokens=560,
             # A fifth of `overlong_tokens`, as in DAPO.
             overlong_cache_tokens=112,

@@ -4,7 +4,7 @@
 
 The agent learns whether to recall a fact or to search for it. About half of the questions are about
 common knowledge, whose facts the pre-training text states. All other facts are only in the
-passages. The names in a question do not show which case it is. The agent has to learn it from the
+passages. The names in a question do not show which case it is. The agent has to learn this from the
 rewards of the search trees.
 """
 

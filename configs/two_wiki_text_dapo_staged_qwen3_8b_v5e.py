@@ -55,7 +55,7 @@ def get_config() -> Config:
         name="two_wiki_text_dapo_staged_qwen3_8b_v5e",
         agent=SingleConfig(
             prompt="zero_shot",
-            # The last of five turns answers.
+            # There are at most five turns, and the last one answers.
             max_searches=4,
             max_turn_tokens=8192,
             max_observation_tokens=4096,

@@ -29,10 +29,10 @@ def get_config() -> Config:
     task = TwoWikiConfig(
         environment="text",
         data_dir="data/2wikimultihopqa",
-        # The largest permitted share. It applies to files that are neither train* nor dev*, and
-        # this configuration does not train.
+        # 99 is the largest permitted value. It applies to files that are neither train* nor dev*, so
+        # that their questions are held out: this configuration does not train.
         hold_out_percent=99,
-        # Half of the dev file.
+        # Each split is half of the dev file.
         dev_questions=6_288,
         test_questions=6_288,
         top_k=5,

@@ -46,7 +46,7 @@ def get_config() -> Config:
             epochs=1,
             mini_batch_size=4,
             max_sampled_batches=3,
-            # Five turns of the largest permitted length.
+            # The length of five turns of `max_turn_tokens` tokens.
             overlong_tokens=640,
             # A fifth of `overlong_tokens`, as in DAPO.
             overlong_cache_tokens=128,

@@ -13,9 +13,10 @@ From the paper:
 - 20,000 questions, 1,000 in each round, at most 16 attempts and 3 kept trajectories for each
   question
 - AdamW, and a learning rate that falls from 5e-7 to 1e-8 along a cosine
-- a warm-up with the same procedure on 300 few-shot trajectories with EM 1, from 1e-5 to 1e-6
+- a warm-up with the same procedure on 300 few-shot trajectories with EM 1, with a learning rate
+  from 1e-5 to 1e-6
 - no replay of older rows
-- the embedder bge-large-en-v1.5, and five passages for each search as in its table 8
+- the embedder bge-large-en-v1.5, and five passages for each search as in the paper's table 8
 
 Ours, where the paper gives no setting:
 

@@ -45,7 +45,7 @@ common_flags() {
     done
     REST=("$@")
     local word
-    # A --dry-run further back would be passed on to the program, and the call would be real and billed.
+    # A --dry-run after the first other argument would be passed on to the program. The call would be real and billed.
     for word in "${REST[@]:1}"; do
         [[ ! $word =~ ^--(dry-run|yes|env|detach)(=|$) ]] || die "$word comes too late: give it before $1"
     done
@@ -94,7 +94,7 @@ shown() {
     printf '%s\n' "${line# }"
 }
 
-# Call gcloud for information only. A dry run prints the call and returns ASSUMED as its answer.
+# Call gcloud to read something. A dry run only prints the call, and prints the value of ASSUMED as its answer.
 ask() {
     if [ -n "$DRY_RUN" ]; then
         shown gcloud "$@" >&3

@@ -13,7 +13,8 @@ if [ "$state" = ABSENT ]; then
     exit 0
 fi
 confirm "delete $TPU_NAME ($SLICES x $ACCELERATOR_TYPE, $state) in $ZONE? The run in $RUN_DIRECTORY is kept." || die "$TPU_NAME was not deleted and costs money"
-if [ "$state" = ACTIVE ]; then # stop the run first, so that it saves its state
+if [ "$state" = ACTIVE ]; then
+    # Stop the run first, so that it saves its state.
     on_workers all "bash ~/mujica/src/launch/worker.sh stop 'train-$RUN'" >/dev/null 2>&1 || say "a worker does not answer; the last saved state of the run is in the bucket"
 fi
 act compute tpus queued-resources delete "$TPU_NAME" --project="$PROJECT" --zone="$ZONE" --force --quiet || explained "$TPU_NAME could not be deleted"

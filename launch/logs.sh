@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Print the last lines that a run has printed on one worker or on all workers.
+# Print the last lines of a run's log, of one worker or of all workers.
 #
 #     launch/logs.sh [--dry-run] [--env FILE] [--worker NUMBER|all] [--lines 50] [--follow]
 #

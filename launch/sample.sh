@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sample trajectories for a training run, on every slice of this environment file. The slices may be preempted at any
-# time.
+# Sample trajectories for a training run, on every slice that the environment file names. The slices may be preempted at
+# any time.
 #
 #     launch/sample.sh [--dry-run] [--env FILE] [flags of python -m mujica_jax.sample]
 #

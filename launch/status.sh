@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Print the state of the slices and of the run, its last step, tokens per second, checkpoint and policy, and the costs
-# of the slices so far.
+# Print the state of the slices and of the run, and the costs of the slices so far. For the run, also print its last
+# step, its tokens per second, and its newest checkpoint and policy.
 #
 #     launch/status.sh [--dry-run] [--env FILE]
 . "$(dirname "$0")/common.sh"

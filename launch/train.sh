@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on the TPU slices. The script creates the slices and sets them up if necessary, starts the run on every worker,
 # and watches it. If a slice is preempted, the script creates it again, and the run continues from its directory in the
-# bucket. Ctrl-C ends only the script, and the run goes on. The same command then watches it again.
+# bucket. Ctrl-C ends only the script, and the run continues. Then the same command watches it again.
 #
 #     launch/train.sh [--dry-run] [--yes] [--env FILE] [--detach] CONFIG [--section.field value ...]
 #
@@ -65,7 +65,8 @@ look() {
         echo refused
     elif grep -qvx 'ended 0' <<<"$states"; then
         echo failed
-    elif ask storage ls "$RUN_DIRECTORY/summary.json" >/dev/null; then # the last file of a finished run
+    elif ask storage ls "$RUN_DIRECTORY/summary.json" >/dev/null; then
+        # A run writes this file last.
         echo ended
     else
         echo stopped
@@ -83,7 +84,7 @@ bring_up ${YES:+--yes} || exit 2
 begin || unreachable "the run could not be started"
 achieved "$RUN runs on $TPU_NAME, in $RUN_DIRECTORY: watch it with launch/status.sh or launch/logs.sh --follow; launch/delete.sh stops the costs"
 if [ -n "$DETACH$DRY_RUN" ]; then exit 0; fi
-trap 'say "$RUN goes on without this script; run the same command again to watch it"; exit 130' INT
+trap 'say "$RUN continues without this script; run the same command again to watch it"; exit 130' INT
 preemptions=0 failures=0 silent=0
 while sleep "$POLL_SECONDS"; do
     became=$(look)
@@ -129,7 +130,7 @@ while sleep "$POLL_SECONDS"; do
             ;;
     esac
     if [ "$failures" -gt "$MAX_FAILURES" ] || [ "$preemptions" -gt "$MAX_PREEMPTIONS" ]; then
-        say "error: $RUN is given up after $failures failures and $preemptions preemptions: launch/logs.sh says why; its saved state is in $RUN_DIRECTORY"
+        say "error: $RUN is not started again after $failures failures and $preemptions preemptions: launch/logs.sh says why; its saved state is in $RUN_DIRECTORY"
         say "$TPU_NAME costs money until launch/delete.sh deletes it"
         exit 1
     fi

@@ -3,7 +3,7 @@
 #
 #     worker.sh install ID EXTRAS PLATFORM      install Python and the package, and check the chips
 #     worker.sh fetch SOURCE=FOLDER ...         copy gs:// folders to ~/mujica/FOLDER
-#     worker.sh start UNIT SECRETS MODULE ...   run python -m MODULE ... as a systemd unit beyond the ssh session
+#     worker.sh start UNIT SECRETS MODULE ...   run python -m MODULE ... as a systemd unit that outlives the ssh session
 #     worker.sh state UNIT                      print absent, running, lost, or "ended STATUS"
 #     worker.sh log UNIT LINES [follow]         print the last lines of the log
 #     worker.sh stop UNIT                       send SIGTERM, so that a run saves its state and ends
@@ -70,8 +70,8 @@ start() {
     echo "$(hostname): $unit started"
 }
 
-# Run the program, inside of the systemd unit. The secrets are read here, and only the environment of the program has
-# them.
+# Run the program inside the systemd unit. This function reads the secrets, so that only the environment of the program
+# contains them.
 run() {
     local unit=$1 secrets=$2 folder=$BASE/units/$1 pair value status=0
     shift 2
@@ -104,7 +104,8 @@ state() {
     elif [ -f "$folder/status" ]; then
         echo "ended $(cat "$folder/status")"
     elif [ -f "$folder/command" ]; then
-        echo lost # the machine was restarted, or the unit was killed
+        # The machine was restarted, or the unit was killed.
+        echo lost
     else
         echo absent
     fi

@@ -377,7 +377,7 @@ def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.answers(*CLAIM, RUNNING)
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
     assert given_up.returncode == 1
-    assert "given up after 0 failures and 1 preemptions" in given_up.stderr
+    assert "not started again after 0 failures and 1 preemptions" in given_up.stderr
 
 
 def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
@@ -409,7 +409,7 @@ def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(cloud):
     cloud.answers(*CLAIM, ended(1), ("worker.sh log", 0, "the last line", ""), ended(1))
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
     assert given_up.returncode == 1
-    assert "given up after 2 failures and 0 preemptions" in given_up.stderr
+    assert "not started again after 2 failures and 0 preemptions" in given_up.stderr
     assert "the last line" in given_up.stderr
     starts = [
         words
