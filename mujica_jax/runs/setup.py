@@ -437,7 +437,7 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
         hint = "" if num_training else without_training(task)
         raise UserError(
             f"task {task.name} has {num_training} training questions and {num_evaluated} "
-            f"{eval_split} questions, and training needs both: give it more data, or change the "
+            f"{eval_split} questions, but training needs both: give it more data, or change the "
             f"share of questions that is held out{hint}"
         )
     return task

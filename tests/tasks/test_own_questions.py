@@ -102,10 +102,10 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
     [
         (
             {"answer_aliases": "Nils"},
-            "answer_aliases is 'Nils'; give a text and a list of texts",
+            "answer_aliases is 'Nils'; give a string and a list of strings",
         ),
-        ({"answer_aliases": [["Nils"]]}, r"answer_aliases is \[\['Nils'\]\]; give a text"),
-        ({"answer_aliases": [None]}, r"answer_aliases is \[None\]; give a text"),
+        ({"answer_aliases": [["Nils"]]}, r"answer_aliases is \[\['Nils'\]\]; give a string"),
+        ({"answer_aliases": [None]}, r"answer_aliases is \[None\]; give a string"),
         (
             {"supporting_facts": [{"title": "Tisby"}]},
             "not in the official format .* docs/guides/own_questions.md has",
