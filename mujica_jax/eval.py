@@ -256,9 +256,9 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     shares_passages = environment == "text" and setting == "open"
     if task.kind == "tiny_world" or not shares_passages:
         raise UserError(
-            f"--ask is {question!r} and {task.kind} has environment {environment}, setting "
-            f"{setting}: your own question has no entities and no passages of its own, so it needs "
-            "a task whose questions all search the same passages (environment text, setting open)"
+            f"--ask is {question!r}, but {task.kind} has environment {environment} and setting "
+            f"{setting}: your own question brings no entities and no passages, so choose a task "
+            "whose questions all search the same passages (environment text, setting open)"
         )
 
     comparisons = {
@@ -271,8 +271,8 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     for name, value in comparisons.items():
         if value:
             raise UserError(
-                f"--ask is {question!r} and --{name} is given too: --ask lets one agent answer and "
-                f"compares nothing; leave out --ask or --{name}"
+                f"--ask is {question!r}, but --{name} is given too: --ask lets one agent answer "
+                f"and compares nothing, so leave out --ask or --{name}"
             )
 
 

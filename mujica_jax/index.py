@@ -233,7 +233,7 @@ def query(arguments: argparse.Namespace) -> None:
 def _search_graph(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the triples of the entity that the query names. Raises UserError."""
     if arguments.k is not None and arguments.k < 1:
-        raise UserError(f"k is {arguments.k}: give at least 1")
+        raise UserError(f"--k is {arguments.k}: give at least 1")
     if arguments.index.startswith(SCHEME):
         graph = open_endpoint(arguments.index)
     else:

@@ -132,7 +132,7 @@ def serve(options: ServeArguments) -> None:
             counters, port=options.metrics_port, host=options.host
         )
         print(f"metrics at http://{options.host}:{metrics_port}/metrics", flush=True)
-    print(f"{policy.name} at {options.host}:{port}", flush=True)
+    print(f"serving {policy.name} at {options.host}:{port}", flush=True)
     signals.get()
 
     server.stop(grace_seconds=GRACE_SECONDS)

@@ -131,7 +131,7 @@ class TwoWikiConfig(PassageSearch):
     # Over passages: probability from 0 to 1 that a gold passage is added to the results of a search
     # that misses it, in a demonstration.
     gold_share: float = 0.5
-    # Over passages: maximum number of additional demonstrations over passages that are written from
+    # Over passages: maximum number of additional demonstrations whose passages are written from
     # triples. They use training questions whose gold passages are in no file.
     triple_demonstrations: NonNegativeInt = 0
     # Maximum number of queries sent to a SPARQL endpoint in one second. The default suits public

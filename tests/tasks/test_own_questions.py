@@ -206,7 +206,7 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
         assert (
-            "your own question has no entities and no passages of its own"
+            "your own question brings no entities and no passages"
             in capsys.readouterr().err
         )
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2

@@ -571,13 +571,13 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
         with_all = " ".join(capsys.readouterr().out.split())
     left_out = "1 of 2 questions lack a gold passage among their own passages; they are left out"
     assert left_out in without
-    assert "a search shows 2 of 3 passages of its question" in without
+    assert "a search shows 2 of 3 passages that belong to the question" in without
     assert result["greedy"]["questions"] == 1
     assert result["left_out"] == 1
     assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
     assert "; they are asked, because task.keep_incomplete is True" in with_all
-    assert "a search shows 2 of 2 to 3 passages of its question" in with_all
+    assert "a search shows 2 of 2 to 3 passages that belong to the question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
     assert result["greedy"]["questions"] == 2
     assert result["left_out"] == 0
