@@ -77,18 +77,20 @@ HELP_CONFIG = "tiny_world"
 class EvalArguments:
     """Evaluate a policy on held-out questions.
 
-    The sections are those parts of a configuration that matter for an evaluation.
+    The first word of the command line may name a configuration, as in `python -m mujica_jax.eval
+    two_wiki_text_smollm2 --checkpoint DIR`. A run directory brings its own configuration. The
+    sections below are the parts of a configuration that matter for an evaluation.
     """
 
-    # The model to evaluate: a run directory (local or gs://BUCKET/PREFIX). With the name of a
-    # configuration also a Hugging Face directory, a GGUF file, or smollm2.
+    # The model to evaluate: a run directory (local or gs://BUCKET/PREFIX). If the command names a
+    # configuration, also a Hugging Face directory, a GGUF file, or smollm2.
     checkpoint: str | None
     # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
     adapter: str | None = None
     # Number of the run's policy to evaluate: 0 is the policy after the warm-up, N the policy after
     # round N. Without this flag it is the latest policy.
     policy: int | None = None
-    # Another checkpoint or run directory, whose model writes the worker's turns of a mujica agent.
+    # Another checkpoint or run directory. Its model writes the worker's turns of the agent mujica.
     # It must have the same tokenizer as the model to evaluate.
     worker: str | None = None
     # Folder of the results. The default is RUN/eval for a run directory and ./eval otherwise.
@@ -98,15 +100,15 @@ class EvalArguments:
     agents: tuple[str, ...] = ()
     # Names of configurations whose tasks are evaluated too, with the same agents.
     tasks: tuple[str, ...] = ()
-    # Evaluate a second time with answers sampled at eval.temperature. False evaluates only greedy
-    # decoding and takes half the time.
+    # Whether to evaluate a second time, with answers sampled at eval.temperature. False: only
+    # greedy decoding, which takes half the time.
     sampled: bool = True
     # How many times each question is sampled. The sampled score is the mean over these samples.
     samples: int = 1
     # File of an earlier result on the same questions, such as OUT/two_wiki-text-dev.json. The
     # program also prints the differences to it, with intervals paired over the questions.
     beside: str | None = None
-    # Also draw the comparison table as a picture. This needs the extra `plots`.
+    # Whether to also draw the comparison table as a picture. This needs the extra `plots`.
     plot: bool = False
     # A question in your own words. The agent answers it over the passages of the task, and the
     # program shows how, instead of computing scores.
@@ -195,7 +197,7 @@ def all_configs(options: EvalArguments, config: Config) -> list[Config]:
         _check_ask(options.ask, options, config.task)
     if options.plot and not (options.agents or options.tasks):
         raise UserError(
-            "--plot draws a comparison, and only one result is asked for: add --agents or --tasks, "
+            "--plot draws a comparison, but there is only one result: add --agents or --tasks, "
             "or leave --plot out"
         )
 
@@ -222,7 +224,7 @@ def _check_worker(options: EvalArguments, config: Config) -> None:
     is_mujica_alone = config.agent.kind == "mujica" and not options.agents
     if options.worker is not None and not is_mujica_alone:
         raise UserError(
-            f"--worker is {options.worker} and the agents are "
+            f"--worker is {options.worker}, and the agents are "
             f"{', '.join((config.agent.kind, *options.agents))}, but only mujica has workers: "
             "leave --worker out, or evaluate mujica alone"
         )
@@ -234,7 +236,7 @@ def _check_samples(options: EvalArguments) -> None:
         raise UserError(f"--samples is {options.samples} and must be at least 1")
     if options.samples > 1 and not options.sampled:
         raise UserError(
-            f"--samples is {options.samples} and --sampled is False, which takes no samples: leave "
+            f"--samples is {options.samples}, but --sampled is False and takes no samples: leave "
             "one of them out"
         )
     if options.beside is not None and (options.agents or options.tasks):
@@ -254,9 +256,9 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     shares_passages = environment == "text" and setting == "open"
     if task.kind == "tiny_world" or not shares_passages:
         raise UserError(
-            f"--ask is {question!r} and {task.kind} has environment {environment}, setting "
-            f"{setting}: your own question has no entities and no passages of its own, so it needs "
-            "a task whose questions all search the same passages (environment text, setting open)"
+            f"--ask is {question!r}, but {task.kind} has environment {environment} and setting "
+            f"{setting}: your own question brings no entities and no passages, so choose a task "
+            "whose questions all search the same passages (environment text, setting open)"
         )
 
     comparisons = {
@@ -269,8 +271,8 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
     for name, value in comparisons.items():
         if value:
             raise UserError(
-                f"--ask is {question!r} and --{name} is given too: --ask lets one agent answer and "
-                f"compares nothing; leave out --ask or --{name}"
+                f"--ask is {question!r}, but --{name} is given too: --ask lets one agent answer "
+                f"and compares nothing, so leave out --ask or --{name}"
             )
 
 
@@ -462,12 +464,12 @@ def find_endpoint(options: EvalArguments) -> Endpoint:
     """Return the model behind the endpoint that the flags describe."""
     if options.adapter is not None:
         raise UserError(
-            f"--adapter is {options.adapter} and an adapter cannot be added to the model of an "
+            f"--adapter is {options.adapter}, but an adapter cannot be added to the model of an "
             "endpoint: leave --adapter out"
         )
     if options.policy is not None:
         raise UserError(
-            f"--policy is {options.policy} and {options.remote.base_url} is an endpoint, which has "
+            f"--policy is {options.policy}, but {options.remote.base_url} is an endpoint, which has "
             "a single policy: leave --policy out"
         )
     return open_endpoint(options.remote, run_path(options.out or "eval"))

@@ -111,8 +111,8 @@ def build(arguments: argparse.Namespace) -> None:
     """Build an index of passages or a graph, and print what it contains."""
     if "://" in arguments.out:
         raise UserError(
-            f"--out is {arguments.out} and an index can only be built on a local disk: give a local "
-            "directory, and copy the finished index afterwards"
+            f"--out is {arguments.out}, but an index can only be built on a local disk: give a "
+            "local directory, and copy the finished index afterwards"
         )
     _refuse_unread(arguments, arguments.kind)
     progress = Progress(sys.stderr)
@@ -125,7 +125,7 @@ def build(arguments: argparse.Namespace) -> None:
 def _build_graph(arguments: argparse.Namespace, progress: Progress) -> None:
     """Build a graph, and print what it contains."""
     if arguments.corpus is None:
-        raise UserError("a graph is built from files of triples: give them with --corpus")
+        raise UserError("--kind is graph, but there are no triples: give files of them to --corpus")
     manifest, was_there = graphs.build(Path(arguments.out), _graph_spec(arguments), progress)
 
     _print_left_out(manifest, "lines", progress)
@@ -142,8 +142,8 @@ def _build_passages(arguments: argparse.Namespace, progress: Progress) -> None:
     has_embeddings = arguments.embeddings is not None
     if has_corpus == has_embeddings or (arguments.skip and not has_corpus):
         raise UserError(
-            "an index is built either from passages or from another index: give --corpus, with or "
-            "without --skip, or give --embeddings without both"
+            "an index is built either from passages or from the embeddings of another index: give "
+            "--corpus (and --skip if you like), or give --embeddings alone"
         )
     manifest, was_there = indexes.build(Path(arguments.out), _index_spec(arguments), progress)
 
@@ -196,7 +196,7 @@ def estimate(arguments: argparse.Namespace) -> None:
         amounts = estimate_graph(_graph_spec(arguments))
     else:
         raise UserError(
-            f"--passages is {arguments.passages} and a graph has no passages: leave --passages out"
+            f"--passages is {arguments.passages}, but a graph has no passages: leave --passages out"
         )
     print(json.dumps(amounts))
 
@@ -240,7 +240,7 @@ def query(arguments: argparse.Namespace) -> None:
 def _search_graph(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the triples of the entity that the query names. Raises UserError."""
     if arguments.k is not None and arguments.k < 1:
-        raise UserError(f"k is {arguments.k}: give at least 1")
+        raise UserError(f"--k is {arguments.k}: give at least 1")
     if arguments.index.startswith(SCHEME):
         graph = open_endpoint(arguments.index)
     else:
@@ -359,7 +359,7 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
     if kind == AUTO and name in KIND_THAT_READS:
         advice = f", or give --kind {KIND_THAT_READS[name]}"
     raise UserError(
-        f"--{flag} is {shown_value} and an index of kind {kind}{source} does not read it: leave it "
+        f"--{flag} is {shown_value}, but an index of kind {kind}{source} does not use it: leave it "
         f"out{advice}"
     )
 
@@ -372,7 +372,7 @@ def _refuse_triples(files: Sequence[str]) -> None:
     for file in files:
         if file.removesuffix(".gz").removesuffix(".bz2").endswith(".nt"):
             raise UserError(
-                f"{file} holds triples and --kind is {AUTO}, which builds an index of passages: "
+                f"{file} holds triples, but --kind is {AUTO}, which builds an index of passages: "
                 f"give --kind {GRAPH}"
             )
 
@@ -468,7 +468,7 @@ def _kind(text: str) -> str:
     """Return the text if it is a kind of index. Raises argparse's error otherwise."""
     if text not in KINDS:
         raise argparse.ArgumentTypeError(
-            f"there is no kind {text}: {nearest(FORMER_KINDS.get(text, text), KINDS)}"
+            f"unknown kind {text!r}; {nearest(FORMER_KINDS.get(text, text), KINDS)}"
         )
     return text
 
@@ -534,8 +534,8 @@ def _parser() -> argparse.ArgumentParser:
             "--recall-target",
             type=_share,
             metavar="SHARE",
-            help="search approximately, and find about this share of the k best passages "
-            "(default: exact)",
+            help="search an index of kind exact approximately, and find about this share of the k "
+            "best passages (default: exact search)",
         )
     return parser
 
@@ -557,13 +557,13 @@ def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passages",
         type=int,
-        help="assume this number of passages (default: count those of the corpus)",
+        help="assume this number of passages (default: count the passages of the corpus)",
     )
     parser.add_argument(
         "--devices",
         type=int,
         help="number of accelerators of the host that will search an index of kind exact "
-        "(default: those of this host)",
+        "(default: the number on this host)",
     )
 
 
@@ -591,8 +591,9 @@ def _add_content_flags(parser: argparse.ArgumentParser) -> None:
         type=_kind,
         default=AUTO,
         metavar=f"{{{','.join(KINDS)}}}",
-        help=f"kind of index; auto builds exact up to {MAX_EXACT_PASSAGES:,} passages and scann "
-        "above (default: auto)",
+        help="kind of index. exact: compare embeddings with every passage. scann: approximate "
+        "search of embeddings. bm25: search by words. graph: triples. auto: exact up to "
+        f"{MAX_EXACT_PASSAGES:,} passages, scann above (default: auto)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -673,9 +674,10 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at; 0.0.0.0 accepts other hosts (default: 127.0.0.1)",
+        help="address to listen on; 0.0.0.0 accepts connections from other hosts (default: "
+        "127.0.0.1)",
     )
-    parser.add_argument("--port", type=int, default=8600, help="port to listen at (default: 8600)")
+    parser.add_argument("--port", type=int, default=8600, help="port to listen on (default: 8600)")
     parser.add_argument(
         "--max-waiting",
         type=int,

@@ -46,10 +46,10 @@ class SampleArguments:
     # Directory of the run, local or gs://BUCKET/PREFIX. Its trainer must have been started with
     # --sampling.workers external.
     run: str
-    # Seconds without a sign of life after which other workers take over the unit of a worker.
+    # Time in seconds after which other workers take over the questions of a worker that is silent.
     lease_seconds: float = 60.0
-    # Where the files of the task are on this host: a folder, or tfds:NAME. The default is the
-    # trainer's own setting.
+    # Where this host has the files of the task: a folder, or tfds:NAME. The default is the setting
+    # of the trainer.
     data_dir: str | None = None
 
 
@@ -117,8 +117,8 @@ def _config_of(store: Store, options: SampleArguments) -> Config:
     config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":
         raise UserError(
-            f"the run in {store.root} has method.kind {config.method.kind}: workers sample only for "
-            "mygo"
+            f"the run in {store.root} has method.kind {config.method.kind}, but workers only sample "
+            "for mygo: let the training program sample"
         )
 
     # Two revisions of the program may sample differently. If one is unknown, they cannot be
@@ -128,14 +128,14 @@ def _config_of(store: Store, options: SampleArguments) -> Config:
     revision = provenance.git_revision()
     if trainer_revision and revision and trainer_revision != revision:
         raise UserError(
-            f"the trainer of {store.root} is revision {trainer_revision} and this program is "
+            f"the trainer of {store.root} is revision {trainer_revision}, but this program is "
             f"revision {revision}: check out the trainer's revision"
         )
 
     if options.data_dir is not None:
         if not hasattr(config.task, "data_dir"):
             raise UserError(
-                f"--data-dir is {options.data_dir} and the task {config.task.kind} reads no files: "
+                f"--data-dir is {options.data_dir}, but the task {config.task.kind} reads no files: "
                 "leave --data-dir out"
             )
         task = dataclasses.replace(config.task, data_dir=options.data_dir)

@@ -47,18 +47,18 @@ class ServeArguments:
     policy: int | None = None
     # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
     adapter: str | None = None
-    # Address to listen at. 0.0.0.0 accepts other machines. The connection is not encrypted.
+    # Address to listen on. 0.0.0.0 accepts connections from other machines. They are not encrypted.
     host: str = "127.0.0.1"
-    # Port to listen at. 0 chooses a free one.
+    # Port to listen on. 0 chooses a free one.
     port: int = 9000
     # Port for Prometheus metrics over HTTP. Without this flag there are none.
     metrics_port: int | None = None
-    # Largest number of tokens of a prompt together with its answer. The default is 4096, or the
-    # context of the model if that is shorter.
+    # Maximum number of tokens in a prompt and its answer together. The default is 4096, or the
+    # context length of the model if that is shorter.
     max_tokens: int | None = None
-    # Largest number of tokens of an answer, for requests that do not set a limit.
+    # Maximum number of tokens in an answer, for requests that do not set a limit.
     max_new_tokens: int = 512
-    # Sampling temperature. 0 always takes the likeliest token.
+    # Sampling temperature. 0: always take the most likely token.
     temperature: float = 0.0
     # Number of requests that may wait while others are processed. Further requests are refused.
     queue_size: int = 64
@@ -103,7 +103,7 @@ def _check(options: ServeArguments) -> None:
             )
     if options.max_tokens is not None and options.max_new_tokens >= options.max_tokens:
         raise UserError(
-            f"--max-new-tokens is {options.max_new_tokens} and leaves no room for a prompt in "
+            f"--max-new-tokens is {options.max_new_tokens}, which leaves no room for a prompt in "
             f"--max-tokens {options.max_tokens}: lower --max-new-tokens or raise --max-tokens"
         )
 
@@ -132,7 +132,7 @@ def serve(options: ServeArguments) -> None:
             counters, port=options.metrics_port, host=options.host
         )
         print(f"metrics at http://{options.host}:{metrics_port}/metrics", flush=True)
-    print(f"{policy.name} at {options.host}:{port}", flush=True)
+    print(f"serving {policy.name} at {options.host}:{port}", flush=True)
     signals.get()
 
     server.stop(grace_seconds=GRACE_SECONDS)

@@ -141,19 +141,22 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
-        ({"name": None}, "task tiny_world: its name is None and must be a text"),
+        ({"name": None}, "task tiny_world: its name is None and must be a string"),
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         (
             {"environment_kind": "text"},
-            "environment_kind is text, but the kind of its environment is graph",
+            "environment_kind is text, but its environment has the kind graph",
         ),
         (
             {"questions": list},
-            r"questions\('train'\) must return a list of Question objects, and returned a list",
+            r"questions\('train'\) returned a list and must return a list of Question objects",
         ),
-        ({"ids": [7]}, "id of a question is 7 and must be a text"),
-        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent' and must be a tuple of texts"),
-        ({"answers": ()}, r"answers of question 'q' are \(\) and must be a tuple of texts"),
+        ({"ids": [7]}, "id of a question is 7 and must be a string"),
+        (
+            {"answers": "Ghent"},
+            "answers of question 'q' are 'Ghent' and must be a tuple of strings",
+        ),
+        ({"answers": ()}, r"answers of question 'q' are \(\) and must be a tuple of strings"),
         ({"ids": "qq"}, "several train questions have the id 'q': give each question its own"),
     ],
 )
@@ -233,8 +236,8 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.attention splash --trainer.sequence-length 200": (
         "trainer.sequence_length is 200: use 256, or trainer.attention auto"
     ),
-    "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
-    "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
+    "--trainer.attention splash": "trainer.attention splash runs on tpu, but this is cpu: use auto",
+    "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu, but this is cpu: use auto",
     "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
     "--trainer.lora-rank 4": "trainer.lora_rank is 4, but no checkpoint is given",
@@ -244,19 +247,19 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.tensor-parallel-size 0": "trainer.tensor_parallel_size is 0",
     "--seed -1": "seed is -1",
     # Names of kinds and rewards are answered with the nearest.
-    "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
-    "--method.kind=mygoo": "--method.kind is mygoo and there is none of this name: did you mean mygo?",
-    "--task.kind two_wikki": "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?",
-    "--task.kind web": "--task.kind is web and there is none of this name: choose from tiny_world, two_wiki",
-    "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
-    "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
+    "--agent.kind mujca": "unknown agent 'mujca'; did you mean mujica?",
+    "--method.kind=mygoo": "unknown method 'mygoo'; did you mean mygo?",
+    "--task.kind two_wikki": "unknown task 'two_wikki'; did you mean two_wiki?",
+    "--task.kind web": "unknown task 'web'; choose from tiny_world, two_wiki",
+    "--reward f1_fromat": "unknown reward 'f1_fromat'; did you mean f1_format?",
+    "--task.hold-out-percent 9": "--task.hold-out-percent is a setting of task.kind two_wiki, but task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
     "--task.facts-per-entity 99": "task.facts_per_entity is 99 and must be from 4 to 13",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
     "--engine.tensor-parallel-size 64": (
-        "engine.tensor_parallel_size is 64 and 1 devices are available: use at most 1"
+        "engine.tensor_parallel_size is 64, but only 1 devices are available: use at most 1"
     ),
-    "--engine.cache-gigabytes 1e-6": "1e-06 GB engine.cache_gigabytes allows",
+    "--engine.cache-gigabytes 1e-6": "but engine.cache_gigabytes allows only 1e-06 GB",
 }
 
 
@@ -344,7 +347,7 @@ def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, t
         json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}])
     )
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training questions and 0 dev questions, and training needs both" in refused(
+    assert "1 training questions and 0 dev questions, but training needs both" in refused(
         train, TWO_WIKI, "--run", "run", *flags
     )
     assert written(tmp_path) == ["data"]
@@ -355,7 +358,7 @@ def test_more_devices_than_there_are_are_refused(refused, tmp_path):
     message = refused(
         train, SMOKE, "--run", "run", "--trainer.tensor-parallel-size", str(4 * devices)
     )
-    assert f"needs {4 * devices} devices and {devices} are available" in message
+    assert f"needs {4 * devices} devices, but {devices} are available" in message
     assert written(tmp_path) == []
 
 
@@ -471,11 +474,8 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     assert "warmup.source is few_shot, but no checkpoint is given" in message
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
-    assert (
-        "agent.prompt brief numbers search results in another way than worked examples do"
-        in message
-    )
-    assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
+    assert "agent.prompt brief numbers search results in another way than they do" in message
+    assert "than they do: add --agent.prompt zero_shot" in message
     message = refused(train, SMOKE, *started, "--agent.prompt", "zero_shot")
     assert re.search(
         r"the planner's prompt \(few_shot\) has \d+ tokens\. .* needs \d+ tokens, .*: raise it to \d+ or more",
@@ -496,12 +496,12 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     described = dataclasses.asdict(command_line(words, default="tiny_world"))
     assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
-    assert f"revision {'a' * 40} and this program is revision {'b' * 40}" in refused(
+    assert f"revision {'a' * 40}, but this program is revision {'b' * 40}" in refused(
         sample, "--run", "run"
     )
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
     open_run(Path("other"), dataclasses.asdict(grpo))
-    assert "method.kind grpo: workers sample only for mygo" in refused(sample, "--run", "other")
+    assert "method.kind grpo, but workers only sample for mygo" in refused(sample, "--run", "other")
     assert "--lease-seconds is 0.1 and must be between" in refused(
         sample, "--run", "run", "--lease-seconds", "0.1"
     )
@@ -556,7 +556,7 @@ def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(
         "9",
     )
     assert (
-        "trainer.lora_rank is 9 and key_kernel of this model is a matrix of 16 x 8: use a rank of "
+        "trainer.lora_rank is 9, but key_kernel of this model is a matrix of 16 x 8: use a rank of "
         "at most 8" in message
     )
     assert not (tmp_path / "run").exists()
@@ -611,7 +611,7 @@ def test_a_disk_that_fills_up_is_explained_where_a_library_says_it_in_words(refu
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        assert "disk/run/tokenizer: no space is left there; free some" in refused(
+        assert "disk/run/tokenizer: no space is left there; free some space" in refused(
             train, SMOKE, "--run", "disk/run"
         )
     finally:
@@ -620,7 +620,7 @@ def test_a_disk_that_fills_up_is_explained_where_a_library_says_it_in_words(refu
 
 def test_a_disk_too_small_for_a_checkpoint_is_refused_with_both_sizes(tmp_path):
     with pytest.raises(
-        UserError, match=r"1,000,000,000,000,000,000 bytes are needed and [\d,]+ are free"
+        UserError, match=r"1,000,000,000,000,000,000 bytes are needed, but only [\d,]+ are free"
     ):
         require_space(tmp_path, 10**18)
 
@@ -681,7 +681,7 @@ def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
     store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     assert "has no policy yet" in refused(evaluation, "--checkpoint", "run")
     store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
-    assert "000003 is not a committed policy; committed versions: [0]" in refused(
+    assert "000003 is not a committed policy; choose from the committed versions: [0]" in refused(
         evaluation, "--checkpoint", "run", "--policy", "3"
     )
 

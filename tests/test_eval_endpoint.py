@@ -266,7 +266,7 @@ def test_a_described_endpoint_needs_an_address(refused):
             "--remote.deadline-seconds is nan and must be above 0",
         ),
         (["--remote.api-key-variable", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
-        (["--policy", "3"], "--policy is 3 and http"),
+        (["--policy", "3"], "--policy is 3, but http"),
         (
             ["--checkpoint", "run"],
             "an endpoint needs the name of a configuration and excludes a checkpoint",

@@ -105,7 +105,7 @@ def test_a_query_is_a_list_on_a_terminal(folder, capsys, monkeypatch):
 def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
     with pytest.raises(SystemExit):
         index.main(["build", "--kind", "accelerator", "--corpus", "x", "--out", "y"])
-    assert "there is no kind accelerator: did you mean exact?" in capsys.readouterr().err
+    assert "unknown kind 'accelerator'; did you mean exact?" in capsys.readouterr().err
     for share in ("abc", "1.5"):
         with pytest.raises(SystemExit):
             index.main(["query", "--index", "x", "--recall-target", share, "who?"])

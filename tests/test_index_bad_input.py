@@ -62,17 +62,17 @@ MISTAKES = {
     f"{RECALL} DIR/empty.jsonl": "DIR/empty.jsonl holds no question",
     "query --index DIR/words --k 13 who?": "k is 13",
     "query --index DIR/words --k 0 who?": "k is 0",
-    "query --index DIR/words --embedder minilm who?": "--embedder is minilm and an index of kind bm25 does not read it",
-    "query --index DIR/words --prefixes e5 who?": "--prefixes is e5 and an index of kind bm25 does not read it",
-    f"{RECALL} DIR/questions.jsonl --recall-target 0.9": "--recall-target is 0.9 and an index of kind bm25 does not",
-    "estimate --kind bm25 --corpus DIR/corpus.jsonl --storage int8": "--storage is int8 and an index of kind bm25",
-    "estimate --kind bm25 --corpus DIR/corpus.jsonl --embedder no/thing": "--embedder is no/thing and an index of kind",
-    "estimate --kind scann --corpus DIR/corpus.jsonl --languages xx": "--languages is xx and an index of kind scann",
+    "query --index DIR/words --embedder minilm who?": "--embedder is minilm, but an index of kind bm25 does not use it",
+    "query --index DIR/words --prefixes e5 who?": "--prefixes is e5, but an index of kind bm25 does not use it",
+    f"{RECALL} DIR/questions.jsonl --recall-target 0.9": "--recall-target is 0.9, but an index of kind bm25 does not",
+    "estimate --kind bm25 --corpus DIR/corpus.jsonl --storage int8": "--storage is int8, but an index of kind bm25",
+    "estimate --kind bm25 --corpus DIR/corpus.jsonl --embedder no/thing": "--embedder is no/thing, but an index of",
+    "estimate --kind scann --corpus DIR/corpus.jsonl --languages xx": "--languages is xx, but an index of kind scann",
     "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": (
-        "--tokenizer is default and an index of kind graph"
+        "--tokenizer is default, but an index of kind graph"
     ),
     "build --kind graph --corpus DIR/graph.tsv --out OUT --properties P57": (
-        "--properties is P57 and an index of kind graph from tables does not read it"
+        "--properties is P57, but an index of kind graph from tables does not use it"
     ),
     "query --index DIR/words he\udcffllo": r"'he\udcffllo' cannot be written as UTF-8: give whole characters",
     "query --index DIR/dense he\udcffllo": r"'he\udcffllo' cannot be written as UTF-8",
@@ -82,7 +82,7 @@ MISTAKES = {
         "k is 13, but the index holds 12 passages: give 1 to 12"
     ),
     "query --index DIR/dense --k 13 who?": "k is 13, but the index holds 12 passages",
-    "build --kind exact --corpus DIR/corpus.jsonl --out OUT --tokenizer default": "--tokenizer is default and an index",
+    "build --kind exact --corpus DIR/corpus.jsonl --out OUT --tokenizer default": "--tokenizer is default, but",
     "query --index DIR/file who?": "there is no index DIR/file",
     f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",
     f"{SERVE} --port 99999": "127.0.0.1:99999 cannot be opened",

@@ -136,20 +136,20 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     for unknown in ("Q999", "Nobody", 'x" } DELETE', "http://example.org/x y"):
         assert f"{graph} knows no entity" in refused(capsys, "query", "--index", graph, unknown)
     assert "k is 0: give at least 1" in refused(capsys, "query", "--index", graph, "Q2", "--k", "0")
-    assert "--embedder is x and an index of kind graph does not read it" in refused(
+    assert "--embedder is x, but an index of kind graph does not use it" in refused(
         capsys, "query", "--index", graph, "Q2", "--embedder", "x"
     )
     (tmp_path / "questions.jsonl").write_text('{"question": "who?", "supporting_facts": ["a"]}\n')
     recall = ("recall", "--index", graph, "--questions", str(tmp_path / "questions.jsonl"))
     assert "is of kind graph and holds no passages" in refused(capsys, *recall)
     build = ("build", "--out", out, "--kind", "graph")
-    assert "a graph is built from files of triples: give them with --corpus" in refused(
+    assert "--kind is graph, but there are no triples: give files of them to --corpus" in refused(
         capsys, *build
     )
-    assert "--tokenizer is default and an index of kind graph does not read it" in refused(
+    assert "--tokenizer is default, but an index of kind graph does not use it" in refused(
         capsys, *build, "--corpus", dump, "--tokenizer", "default"
     )
-    assert "--embedder is x and an index of kind graph" in refused(
+    assert "--embedder is x, but an index of kind graph" in refused(
         capsys, *build, "--corpus", dump, "--embedder", "x"
     )
     assert "'director' is not a property" in refused(
@@ -158,7 +158,7 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "corpus.json is not a file of triples" in refused(
         capsys, *build, "--corpus", "corpus.json"
     )
-    assert "--languages is en de and an index of kind bm25 does not read it" in refused(
+    assert "--languages is en de, but an index of kind bm25 does not use it" in refused(
         capsys,
         "build",
         "--out",
@@ -171,7 +171,7 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
         "en",
         "de",
     )
-    assert "--passages is 7 and a graph has no passages" in refused(
+    assert "--passages is 7, but a graph has no passages" in refused(
         capsys, "estimate", "--corpus", dump, "--kind", "graph", "--passages", "7"
     )
     assert "is not a file of triples" in refused(

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
         ),
         (
             ["--init", "x", "--max-tokens", "512"],
-            "--max-new-tokens is 512 and leaves no room for a prompt",
+            "--max-new-tokens is 512, which leaves no room for a prompt",
         ),
     ],
 )

@@ -56,8 +56,8 @@ class FaultGuard:
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._config.max_in_a_row:
             raise EnvironmentLostError(
-                f"a search failed in each of {self._failed_in_a_row} attempts in a row, which were "
-                f"played {self._config.repeats + 1} times each, and faults.max_in_a_row is "
+                f"a search failed in {self._failed_in_a_row} attempts in a row (each was played "
+                f"{self._config.repeats + 1} times), but faults.max_in_a_row is "
                 f"{self._config.max_in_a_row}: start the retriever again or correct its address, "
                 "then run the same command again; finished work is kept"
             )

@@ -136,7 +136,7 @@ class SkrConfig(BaselineConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterRetGenConfig(BaselineConfig):
-    """Iter-RetGen (Shao et al., 2023): search again with the last answer's reasoning."""
+    """Iter-RetGen (Shao et al., 2023): search again with the reasoning of the last answer."""
 
     # Kind of agent. `--agent.kind NAME --help` shows the settings of another kind.
     kind: Literal["iter_retgen"] = "iter_retgen"
@@ -158,7 +158,7 @@ class IrcotConfig(BaselineConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchO1Config(BaselineConfig):
-    """Search-o1 (Li et al., 2025): search within the reasoning; a second prompt reads."""
+    """Search-o1 (Li et al., 2025): search within the reasoning; a second prompt reads the results."""
 
     # Kind of agent. `--agent.kind NAME --help` shows the settings of another kind.
     kind: Literal["search_o1"] = "search_o1"
@@ -185,7 +185,7 @@ class FlareConfig(BaselineConfig):
     # Kind of agent. `--agent.kind NAME --help` shows the settings of another kind.
     kind: Literal["flare"] = "flare"
     implementation: ClassVar[str] = "mujica_jax.agents.baselines:Flare"
-    # Maximum number of searches. After the last one sentences are kept as they are first written.
+    # Maximum number of searches. After the last one, every sentence stays as it was first written.
     max_searches: PositiveInt = 4
     # Maximum number of sentences in the reasoning and the answer together.
     max_sentences: PositiveInt = 8

@@ -78,8 +78,8 @@ def check_demonstrations(config: Config) -> None:
 
     if is_scripted and not has_script(config):
         raise UserError(
-            f"agent.kind is {kind}, but warmup.source scripted only demonstrates mujica, single "
-            f"and decex, and warmup.steps is {warmup.steps}: choose one of these agents, or give "
+            f"agent.kind is {kind} and warmup.steps is {warmup.steps}, but warmup.source scripted "
+            "only demonstrates mujica, single and decex: choose one of these agents, or give "
             "--warmup.steps 0 and a checkpoint that knows the format"
         )
     if is_few_shot and not isinstance(config.agent, PromptedAgent):
@@ -90,8 +90,8 @@ def check_demonstrations(config: Config) -> None:
     is_brief = isinstance(config.agent, MujicaConfig) and config.agent.prompt == "brief"
     if is_few_shot and config.init and is_brief:
         raise UserError(
-            "agent.prompt brief numbers search results in another way than worked examples do, but "
-            "warmup.source is few_shot: add --agent.prompt zero_shot"
+            "warmup.source few_shot uses worked examples, but agent.prompt brief numbers search "
+            "results in another way than they do: add --agent.prompt zero_shot"
         )
 
 

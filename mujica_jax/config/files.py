@@ -27,15 +27,15 @@ def load_config(name: str | Path) -> Config:
     except Exception as error:
         moved = moved_sentence(error)
         if moved:
-            raise UserError(f"configuration {path} does not load: {moved}") from error
+            raise UserError(f"configuration {path} cannot be loaded: {moved}") from error
         raise UserError(
-            f"configuration {path} does not load: {type(error).__name__}: {error}; it must define "
-            "get_config() -> Config"
+            f"configuration {path} cannot be loaded ({type(error).__name__}: {error}): it must "
+            "define get_config() -> Config"
         ) from error
     if not isinstance(config, Config):
         raise UserError(
-            f"configuration {path}: get_config() gave a {type(config).__name__}; it must return a "
-            "Config"
+            f"configuration {path}: get_config() returned a {type(config).__name__}; it must "
+            "return a Config"
         )
     check_types(config)
     return config
@@ -49,5 +49,5 @@ def _config_path(name: str | Path) -> Path:
     installed = {file.stem: file for file in sorted(CONFIG_FOLDER.glob("*.py"))}
     stem = str(path).removeprefix("configs/").removesuffix(".py")
     if stem not in installed:
-        raise UserError(f"there is no configuration {name}: {nearest(path.stem, installed)}")
+        raise UserError(f"unknown configuration {str(name)!r}; {nearest(path.stem, installed)}")
     return installed[stem]

@@ -33,8 +33,9 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
     for field in dataclasses.fields(new_section):
         if getattr(new_section, field.name) is tyro.MISSING:
             raise UserError(
-                f"{section} {kind} needs {field.name}, which {section}.kind "
-                f"{getattr(config, section).kind} has not: begin with --{section}.kind {kind}"
+                f"the {section} {kind} needs {field.name}, but {section}.kind is "
+                f"{getattr(config, section).kind}, which has no such setting: add "
+                f"--{section}.kind {kind}"
             )
     return changed
 
@@ -68,10 +69,7 @@ def with_kind(values: Section, section: str, new_kind: type) -> Section:
 def check_kind(section: str, kind: str, kinds: Mapping[str, type], words: Sequence[str]) -> None:
     """Check that there is this kind, and that no flag sets a field that only other kinds have."""
     if kind not in kinds:
-        raise UserError(
-            f"--{section}.kind is {kind} and there is none of this name: "
-            f"{nearest(kind, kinds.keys())}"
-        )
+        raise UserError(f"unknown {section} {kind!r}; {nearest(kind, kinds.keys())}")
     for word in words:
         if not word.startswith(f"--{section}."):
             continue
@@ -79,8 +77,8 @@ def check_kind(section: str, kind: str, kinds: Mapping[str, type], words: Sequen
         owners = [other for other, member in kinds.items() if name in _fields(member)]
         if owners and kind not in owners:
             raise UserError(
-                f"--{section}.{name.replace('_', '-')} is a field of {section}.kind "
-                f"{' and '.join(owners)}, and {section}.kind is {kind}: leave it out, or add "
+                f"--{section}.{name.replace('_', '-')} is a setting of {section}.kind "
+                f"{' and '.join(owners)}, but {section}.kind is {kind}: leave it out, or add "
                 f"--{section}.kind {owners[0]}"
             )
 

@@ -19,16 +19,16 @@ from mujica_jax.config.bounds import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MygoConfig:
-    """MyGO: in each round, sample, select above a threshold K, and maximise the likelihood."""
+    """MyGO: sample trajectories, keep those above a threshold K, and maximise their likelihood."""
 
     # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["mygo"] = "mygo"
     implementation: ClassVar[str] = "mujica_jax.methods.mygo:mygo"
     # Number of rounds of sampling and learning after the warm-up.
     rounds: NonNegativeInt
-    # Maximum number of attempts at each question in a round (16 in the paper).
+    # Maximum number of attempts at each question in a round (16 in the Mujica-MyGO paper).
     max_attempts: PositiveInt
-    # Maximum number of trajectories kept for each question (m, 3 in the paper).
+    # Maximum number of trajectories kept for each question (m, 3 in the Mujica-MyGO paper).
     keep_per_question: PositiveInt
     # Learning rate at the start of the first round. It falls along one cosine over all rounds.
     learning_rate: float
@@ -45,8 +45,8 @@ class MygoConfig:
     # rounds, and rising with the other schedules.
     threshold: Literal["auto", "rising", "fixed"] = "auto"
     # Threshold K before the first round, from 0 to the highest possible reward. A fixed K keeps
-    # this value: at 0 every trajectory with a reward above 0 is kept, at the highest reward only
-    # trajectories that reach it.
+    # this value. At 0, every trajectory with a reward above 0 is kept. At the highest reward, only
+    # trajectories that reach it are kept.
     initial_threshold: float = 0.0
     # Amount of replay: packed rows of earlier rounds and of the warm-up that are mixed into a
     # round, as a multiple of the new rows. 0: no replay.
@@ -83,7 +83,7 @@ class PolicyGradientConfig:
     end_learning_rate: float
     # Number of passes over the packed rows of a round.
     epochs: PositiveInt
-    # Number of packed rows in one update. A round with more rows makes several updates, a round
+    # Number of packed rows in one update. A round with more rows makes several updates, and a round
     # with fewer rows makes one. 0: trainer.batch_size.
     mini_batch_size: NonNegativeInt = 0
     # Lower clip bound: the ratio of the new to the sampling policy is clipped at 1 - clip_low.
@@ -96,11 +96,13 @@ class PolicyGradientConfig:
     # Whether to leave out groups whose rewards are all equal, and to sample other questions in
     # their place.
     dynamic_sampling: bool = False
-    # With dynamic sampling: maximum number of question batches sampled in one round. Sampling ends
-    # earlier when the batch is full.
+    # With dynamic sampling: maximum number of questions in one round, as a multiple of
+    # sampling.questions_per_round. Sampling ends earlier when sampling.questions_per_round groups
+    # have different rewards.
     max_sampled_batches: PositiveInt = 10
-    # Length limit of an attempt, in generated tokens. A longer attempt loses 1 from its reward. A
-    # turn that a length limit cut is learnt too, so that the penalty reaches it. 0: no penalty.
+    # Length limit of an attempt, in generated tokens. A longer attempt loses 1 from its reward.
+    # Turns that a length limit cut off are learnt like any other, so that the penalty reaches them.
+    # 0: no penalty.
     overlong_tokens: NonNegativeInt = 0
     # Number of tokens before overlong_tokens at which the length penalty begins. The penalty rises
     # linearly from 0 to 1 over these tokens.
@@ -137,7 +139,7 @@ class DapoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """A model behind an OpenAI-compatible endpoint that generates instead of a checkpoint."""
+    """A model behind an OpenAI-compatible endpoint. It generates in place of a checkpoint."""
 
     # Address of the endpoint without /completions or /chat/completions, as in
     # http://localhost:8000/v1. None: no endpoint.
@@ -183,9 +185,9 @@ class EviPathConfig:
     # With teacher checkpoint: a run directory (its latest policy is used), a Hugging Face
     # directory, a GGUF file, or smollm2. Its tokenizer may differ from the tokenizer of the policy.
     teacher_checkpoint: str | None = None
-    # With teacher checkpoint: maximum number of tokens in a conversation with the teacher. It needs
-    # more than the agent, because its prompt adds worked examples, the answer and the evidence. 0:
-    # agent.max_trajectory_tokens.
+    # With teacher checkpoint: maximum number of tokens in a conversation with the teacher. The
+    # teacher needs more than the agent, because its prompt adds worked examples, the answer and the
+    # evidence. 0: agent.max_trajectory_tokens.
     teacher_max_tokens: NonNegativeInt = 0
     # With teacher remote: the endpoint of the model that writes the trajectories.
     remote: RemoteConfig = NO_ENDPOINT
@@ -199,18 +201,18 @@ class EviPathConfig:
     # Distractors in addition to the gold evidence, over passages in abductive mode. own: the paragraphs
     # that the data set gives with the question. retrieved: passages found by a search.
     distractors: Literal["own", "retrieved"] = "own"
-    # Role whose conversations are learnt.
+    # Role whose conversations are learnt. executor: the workers.
     tune: Literal["both", "planner", "executor"] = "both"
     # Maximum number of tries for each turn of the teacher, until the turn passes all checks.
     max_tries: PositiveInt = 3
-    # How answers and evidence are compared. words: by word counts (for tasks from scratch). Or an
-    # embedder: a folder, minilm, or a Hugging Face name.
+    # How answers and evidence are compared. words: by word counts, which is enough for the tiny
+    # world. Or an embedder: a folder, minilm, or a Hugging Face name.
     embedder: str = "minilm"
     # Cosine similarity above which a piece of evidence supports an answer, from 0 to 1 (tau).
     threshold: float = 0.9
-    # Highest learning rate, reached after the rise.
+    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
     learning_rate: float
-    # Learning rate at the end of the cosine.
+    # Learning rate at the end.
     end_learning_rate: float
     # Number of passes over the trajectories.
     epochs: PositiveInt
@@ -220,10 +222,16 @@ class EviPathConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexTreeConfig:
-    """DecEx-RAG: grow a search tree for each question, and learn its best chains and its pairs.
+    """DecEx-RAG: grow a search tree for each question, and learn its best chain and its pairs.
 
-    The best chains are learnt by maximum likelihood, and preference pairs by DPO. A tree is grown
-    for each of sampling.questions_per_round questions. The agent is decex.
+    A layer of the tree has two decisions: stop or go on, then answer from memory or search. The two
+    choices of a decision are its branches. An execution is the text that carries out a choice: a
+    sub-question, a sub-answer, a sub-query or the final answer. Executions are scored by playing
+    episodes from them to the end.
+
+    The best chains are learnt by maximum likelihood. Scored siblings form preference pairs, which
+    are learnt by DPO. A tree is grown for each of sampling.questions_per_round questions. The agent
+    is decex.
     """
 
     # Method. `--method.kind NAME --help` shows the settings of another method.
@@ -236,22 +244,23 @@ class DecexTreeConfig:
     # Mean reward above which an answer from memory is good enough, so that nothing is searched.
     skip_above: NonNegativeFloat = 0.6
     # Nodes of a layer that are expanded. pruned: the best branch. unpruned: both branches of a
-    # decision, each with its best execution. full: every execution, without episodes for scores.
+    # decision, each with its best execution. full: every execution; no episodes are played, because
+    # the final answers below an execution give its score.
     expansion: Literal["pruned", "unpruned", "full"] = "pruned"
-    # Whether both branches of each decision are scored, so that a pair can prefer either. False: a
-    # pruned branch costs no episodes and gives no pair.
+    # Whether both branches of each decision are scored, so that a pair can prefer either of them.
+    # False: a branch that is not expanded costs no episodes and gives no pair.
     score_both_branches: bool = True
-    # Endpoint of a second model that writes the tree, except the executions of retrieval decisions.
-    # Without an endpoint the policy writes the whole tree.
+    # Endpoint of a second model that writes the tree. The policy still writes sub-answers from
+    # memory and sub-queries. Without an endpoint the policy writes the whole tree.
     remote: RemoteConfig = NO_ENDPOINT
-    # Budget of a tree, in generated tokens. A tree that has spent it starts no further layer. 0: no
-    # limit.
+    # Budget of a tree, in generated tokens. A tree that has used it up starts no further layer. 0:
+    # no limit.
     budget_tokens: NonNegativeInt = 0
     # Whether to learn the best chains. A chain is a path from the root of a tree to the leaf with
     # the best reward.
     sft: bool = True
-    # Which chain is learnt if several have the best reward of a tree: the one with the most
-    # retrievals, or with the least.
+    # Which chain is learnt if several have the best reward of a tree. most: the one with the most
+    # retrievals. least: the one with the fewest.
     retrievals: Literal["most", "least"] = "most"
     # Lowest reward of a best chain that is learnt.
     min_reward: NonNegativeFloat = 0.5
@@ -283,14 +292,15 @@ JUDGE = "judge"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedRewardConfig:
-    """The reward `staged` of "Learning When to Search".
+    """The reward `staged` of the paper "Learning When to Search".
 
-    The first stage teaches to search, and the second stage to search only when it is needed. The
-    switches are ablations of the paper's table 4, except `format`, which is ours.
+    The first stage teaches the policy to search. The second stage teaches it to search only when
+    that is needed. The switches are ablations of the paper's table 4, except `format`, which is
+    ours.
     """
 
-    # First round of the second stage. The paper does not name it. The default gives each stage half
-    # of the paper's 500 rounds.
+    # First round of the second stage. The paper does not give this number. The default gives each
+    # stage half of the paper's 500 rounds.
     stage_two_round: NonNegativeInt = 251
     # Reward of one search: added to a wrong answer in the first stage, and subtracted from a right
     # answer in the second stage (beta, equations 10 and 11).
@@ -298,8 +308,8 @@ class StagedRewardConfig:
     # How an answer is judged as right. exact_match: by the scoring rule of the task. judge: by the
     # model of the section judge, as in the paper.
     correctness: Literal["exact_match", "judge"] = "exact_match"
-    # Whether to have one stage instead of two (table 2). In every round a search then adds to the
-    # reward of a wrong answer and subtracts from the reward of a right one.
+    # Whether to use one stage instead of two (table 2). In every round, a search then raises the
+    # reward of a wrong answer and lowers the reward of a right one.
     unified: bool = False
     # How the similarity of two queries is measured. words: by word counts. Or an embedder: a
     # folder, minilm, or a Hugging Face name.
@@ -325,8 +335,8 @@ class JudgeConfig(RemoteConfig):
     It decides whether an answer means the same as one of the gold answers.
     """
 
-    # Whether the judge reads the question. "Learning When to Search" shows only the prediction and
-    # the gold answers.
+    # Whether the judge reads the question. In the paper "Learning When to Search" it reads only the
+    # prediction and the gold answers.
     show_question: bool = False
 
 

@@ -13,8 +13,8 @@ def implementation(section: Any) -> Callable[..., Any]:
     """Import and return the implementation that a section of several kinds names."""
     return _imported(
         section.implementation,
-        f"the implementation of {section.kind} is {section.implementation!r} and is not there; its "
-        "section must name it as module:function",
+        f"the implementation of {section.kind} is {section.implementation!r}, but it does not "
+        "exist: its section must name it as module:function",
     )
 
 
@@ -24,11 +24,11 @@ def named_object(place: str, *, setting: str) -> Callable[..., Any]:
     Raises UserError if there is none.
     """
     imported = _imported(
-        place, f"{setting} is {place!r} and is not there: name it as module:function"
+        place, f"{setting} is {place!r}, but it does not exist: name it as module:function"
     )
     if not callable(imported):
         raise UserError(
-            f"{setting} is {place!r} and names a {type(imported).__name__}: name a function"
+            f"{setting} is {place!r}, but this is a {type(imported).__name__}: name a function"
         )
     return imported
 

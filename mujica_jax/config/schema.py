@@ -62,7 +62,8 @@ class TinyWorldConfig:
     top_k: PositiveInt = 3
     # Number of training questions.
     train_questions: int
-    # Number of scripted demonstrations for the warm-up, over entities of the training side.
+    # Number of scripted demonstrations for the warm-up. They are about entities of the training
+    # split.
     demonstrations: int
     # Number of dev questions, for choosing between settings. Their entities occur in no other
     # split.
@@ -74,13 +75,14 @@ class TinyWorldConfig:
     facts_per_entity: int
     # Share of entities whose name borrows a part of the name of another entity, from 0 to 1.
     distractor_names: float
-    # Number of copies of each demonstration with other names for the same facts.
+    # Number of copies of each demonstration in which the entities have other names.
     augmented_copies: NonNegativeInt = 0
     # Share of facts that the graph lacks, so that a search for them finds nothing, from 0 to 1.
     missing_facts: float = 0.0
-    # Share of questions in every split about common knowledge alone, from 0 to 1. The pre-training
-    # text states these facts, so the policy can answer from memory or search. Kinds that run out of
-    # such questions have fewer. Their kind is named as in "compositional, known".
+    # Share of questions in each split that ask only for common knowledge, from 0 to 1. The
+    # pre-training text states these facts, so the policy can answer from memory or search. A kind
+    # of question with too few of them has a smaller share. Scores list them as a kind of their own,
+    # such as "compositional, known".
     common_knowledge: float = 0.0
     # Number of wordings for each kind of question.
     paraphrases: int = 3
@@ -109,16 +111,16 @@ class TwoWikiConfig(PassageSearch):
     # are dev questions. 100: all held-out questions are test questions.
     test_percent: Percent = 50
     # Maximum number of dev questions, the first by the hash of their ids. None: all. The program
-    # eval ignores a value from a configuration file, because eval.questions limits it.
+    # eval ignores the value of a configuration file, because eval.questions is its limit.
     dev_questions: PositiveInt | None = None
     # Maximum number of test questions, the first by the hash of their ids. None: all. The program
-    # eval ignores a value from a configuration file, because eval.questions limits it.
+    # eval ignores the value of a configuration file, because eval.questions is its limit.
     test_questions: PositiveInt | None = None
     # Whether hold_out_percent also splits the questions of dev*. Use it for a folder without
     # train*, such as a sample of the data set. The policy is then trained on a part of the official
     # dev set.
     split_dev_files: bool = dataclasses.field(default=False, metadata=BEFORE_OFFICIAL_SPLITS)
-    # Number of copies of each demonstration with other entity names.
+    # Number of copies of each demonstration in which the entities have other names.
     augmented_copies: NonNegativeInt = 0
     # Over passages: what is searched. open: one index for all questions. distractor: only the
     # passages that the official files give with a question, the gold passages among them.
@@ -126,15 +128,15 @@ class TwoWikiConfig(PassageSearch):
     # In the distractor setting: whether to also ask questions whose own passages lack a gold
     # passage.
     keep_incomplete: bool = False
-    # Over passages: how often a gold passage that a search of a demonstration misses is added to
-    # its results, as a share from 0 to 1.
+    # Over passages: probability from 0 to 1 that a gold passage is added to the results of a search
+    # that misses it, in a demonstration.
     gold_share: float = 0.5
-    # Over passages: maximum number of additional demonstrations over passages that are written from
+    # Over passages: maximum number of additional demonstrations whose passages are written from
     # triples. They use training questions whose gold passages are in no file.
     triple_demonstrations: NonNegativeInt = 0
     # Maximum number of queries sent to a SPARQL endpoint in one second. The default suits public
-    # endpoints. Raise it for your own endpoint. With environment graph, task.index may be such an
-    # endpoint, as sparql+https://HOST/sparql, or the directory of a graph.
+    # endpoints. Raise it for your own endpoint. With environment graph, task.index may name such an
+    # endpoint as sparql+https://HOST/sparql, or the directory of a graph.
     queries_per_second: PositiveFloat = 10.0
 
 
@@ -180,7 +182,8 @@ class EngineConfig:
     """The inference engine, which generates for sampling and evaluation."""
 
     # Engine. native: the engine of mujica_jax. jetstream: an engine with the interface of
-    # JetStream. It returns no log-probabilities, so grpo, dapo and flare cannot use it.
+    # JetStream. It returns no log-probabilities, so the methods grpo and dapo and the agent flare
+    # cannot use it.
     kind: Literal["native", "jetstream"] = "native"
     # With kind jetstream: the function that makes the engine, as in my_package:make_engine. None:
     # the native engine behind the interface of JetStream.
@@ -191,9 +194,9 @@ class EngineConfig:
     decode_steps_per_call: PositiveInt
     # Maximum number of prompt tokens that are prefilled between two decode calls.
     prefill_tokens: PositiveInt
-    # Number type of the layer matrices in the engine. compute: the type trainer.dtype. int8, fp8:
-    # eight-bit weights. w8a8: eight-bit weights and activations. All eight-bit types need the
-    # extra `qwix`.
+    # Number type of the layer matrices in the engine. compute: the type of the computation
+    # (trainer.dtype, or --dtype of serve). int8, fp8: eight-bit weights. w8a8: eight-bit weights
+    # and activations. All eight-bit types need the extra `qwix`.
     weights: Literal["compute", "int8", "fp8", "w8a8"] = "compute"
     # Whether a prompt reuses the keys and values of earlier sequences with the same beginning (the
     # prefix cache).
@@ -204,8 +207,9 @@ class EngineConfig:
     # Size of the KV cache in gigabytes (10^9 bytes), for running requests and cached prefixes. 0:
     # enough for max_num_seqs conversations of full length, or the free memory if that is less.
     cache_gigabytes: NonNegativeFloat = 0.0
-    # Number type of the KV cache. compute: the type trainer.dtype. fp8 is float8_e4m3fn, and int8
-    # has one scale for each channel. Both take less memory than bfloat16 and are less exact.
+    # Number type of the KV cache. compute: the type of the computation (trainer.dtype, or --dtype
+    # of serve). fp8 is float8_e4m3fn, and int8 has one scale for each channel. Both take less
+    # memory than bfloat16 and are less exact.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
     # Number of devices over which the attention heads and matrices of the engine are split.
     tensor_parallel_size: PositiveInt = 1
@@ -288,15 +292,15 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """Pre-training of a model from scratch, on plain text about the training side of the task."""
+    """Pre-training of a model from scratch, on plain text that the task generates."""
 
-    # Number of different documents. 0 with `--init`.
+    # Number of different documents. A run with `--init` needs none.
     documents: NonNegativeInt
     # Number of updates. 0: no pre-training.
     steps: NonNegativeInt
-    # Highest learning rate, reached after a short rise.
+    # Highest learning rate. It is reached after a short linear rise, and then falls along a cosine.
     learning_rate: float
-    # Learning rate at the end of the cosine.
+    # Learning rate at the end of pre-training.
     end_learning_rate: float
     # Number of parts into which each row of trainer.sequence_length tokens is cut. Documents are
     # shorter than conversations, and attention costs less on shorter rows.
@@ -314,15 +318,14 @@ class WarmupConfig:
     steps: NonNegativeInt
     # Maximum number of passes over the demonstrations. 0: warmup.steps alone is the limit.
     epochs: NonNegativeInt = 0
-    # Highest learning rate, reached after the rise.
+    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
     learning_rate: float
-    # Learning rate at the end of the cosine.
+    # Learning rate at the end of the warm-up.
     end_learning_rate: float
-    # Number of updates in which the learning rate rises before the cosine. 0: a cosine without a
-    # rise.
+    # Number of updates in which the learning rate rises. 0: it starts at its highest value.
     lr_warmup_steps: NonNegativeInt = 20
-    # Amount of pre-training documents mixed into the demonstrations, as a multiple of the tokens of
-    # the demonstrations.
+    # Amount of pre-training documents mixed into the demonstrations. Their number of tokens is this
+    # multiple of the tokens of the demonstrations.
     pretraining_share: NonNegativeFloat
     # Noise of scripted demonstrations, at least 0 and below 1. Over graphs: share of worker turns
     # that miss a fact in the search results. For the agent single: share of questions about common
@@ -364,23 +367,24 @@ class EvalConfig:
     split: Literal["dev", "test"] = "dev"
     # Sampling temperature of the sampled score. The greedy score has temperature 0.
     temperature: PositiveFloat = 1.0
-    # Whether to also train the control run, which learns the demonstrations of the warm-up with as
-    # much computation as the method.
+    # Whether train also makes the control run, which learns the demonstrations of the warm-up with
+    # as much computation as the method. The program eval ignores this setting.
     control: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """How to handle a search or judge that fails after all retries of the request.
+    """How to handle a search or a judge that fails after all retries of the request.
 
     Such a failure never counts against the policy. These settings may change at a restart.
     """
 
-    # How many times an attempt whose search failed is played again, with the same seeds. After
+    # How many times an attempt is played again if its search failed, with the same seeds. After
     # that the attempt is left out and counted.
     repeats: Annotated[int, at_least(0), at_most(MAX_REPEATS)] = 2
-    # Maximum number of attempts left out one after another because of failed searches, and of
-    # answers one after another without a verdict of the judge. One more ends the program.
+    # Maximum number of consecutive attempts that are left out because of failed searches. It is
+    # also the maximum number of consecutive answers on which the judge gives no verdict. One more
+    # of either kind ends the program.
     max_in_a_row: PositiveInt = 16
 
 
@@ -415,7 +419,7 @@ class ProfileConfig:
     docs/reference/metrics.md tells how to read them. These settings may change at a restart.
     """
 
-    # First and last training step to trace, as in `--profile.steps 20 25`. None: no trace.
+    # First and last training step of the trace, as in `--profile.steps 20 25`. None: no trace.
     steps: tuple[int, int] | None = None
     # Name of the phase to trace, as in "round 1". None: the first phase that trains these steps.
     phase: str | None = None
@@ -445,7 +449,11 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. A flag overrides the value from the configuration file."""
+    """The settings of a run. A flag overrides the value from the configuration file.
+
+    The first word of the command line names the file: a path, or a name in configs/ such as
+    two_wiki_text_smollm2. Without it the program trains on the tiny world.
+    """
 
     # The help text of `name` is at the end of its line. Above the line it would also become the
     # help text of the sections that follow.

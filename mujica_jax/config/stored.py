@@ -28,7 +28,10 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     values = {name: value for name, value in values.items() if name not in retired_names}
     for name in values:
         if name not in fields:
-            raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(fields))}")
+            raise UserError(
+                f"unknown field {name!r} of a stored {kind.__name__}; "
+                f"{nearest(name, sorted(fields))}"
+            )
 
     # Fields that are younger than the stored configuration get the value of that time.
     for field in fields.values():
@@ -43,7 +46,7 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     try:
         return kind(**restored)
     except TypeError as error:
-        raise UserError(f"{kind.__name__} cannot be read back: {error}") from error
+        raise UserError(f"the stored {kind.__name__} cannot be read back: {error}") from error
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
@@ -70,5 +73,5 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     kinds = {kind_of(section): section for section in sections}
     kind = "" if "" in kinds else str(value.get("kind"))
     if kind not in kinds:
-        raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
+        raise UserError(f"{name} has the unknown kind {kind!r}; {nearest(kind, kinds.keys())}")
     return from_dict(kinds[kind], value)

@@ -24,8 +24,8 @@ class PassageSearch:
 
     # Maximum number of passages or triples that one search returns.
     top_k: PositiveInt
-    # How passages are ranked, and the triples of an entity that has more than top_k. bm25: by
-    # words. dense: by embeddings.
+    # How passages are ranked. In a graph: how the triples of an entity are ranked if it has more
+    # than top_k. bm25: by words. dense: by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # Index to search: a directory made by `python -m mujica_jax.index build`, or the http://
     # address of a running `python -m mujica_jax.index serve`. None: the passages in task.data_dir,
@@ -40,8 +40,8 @@ class PassageSearch:
 class OpenDomainConfig(PassageSearch):
     """Questions from official files, answered from passages.
 
-    Questions of files with `train` in their name are for training. All others are dev or test
-    questions, as `dev_percent` says.
+    Questions of files with `train` in their name are for training. The others are dev or test
+    questions, as `dev_percent` determines.
     """
 
     # Task. `--task.kind NAME --help` shows the settings of another task.
@@ -163,7 +163,7 @@ class QaldConfig:
     index: str | None = None
     # Maximum number of queries sent to a SPARQL endpoint in one second.
     queries_per_second: PositiveFloat = 10.0
-    # How the triples of an entity that has more than top_k are ranked. bm25: by words. dense: by
+    # How the triples of an entity are ranked if it has more than top_k. bm25: by words. dense: by
     # embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # With retriever dense: the embedder. A folder, minilm, or a Hugging Face name.

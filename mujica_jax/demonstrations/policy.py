@@ -81,7 +81,7 @@ class ScriptedPolicy:
         del prompt, continues
         if not isinstance(state, PlannerState | WorkerState | SingleState | DecexState):
             raise UserError(
-                "scripted demonstrations exist for the agents mujica, single and decex, and this "
+                "only the agents mujica, single and decex have scripted demonstrations, but this "
                 f"agent has the state {type(state).__name__}: start from a checkpoint with --init"
             )
         if isinstance(state, SingleState):

@@ -56,7 +56,7 @@ def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: s
     for name, (value, off) in filters.items():
         if value != off:
             raise RequestError(
-                f"{engine} samples all requests alike and without filters, and this request has "
+                f"{engine} samples all requests alike and without filters, but this request has "
                 f"{name} {value}: use {name} {off}, or an engine with sampling per request"
             )
 
@@ -81,7 +81,7 @@ def check_temperatures(
 def _temperature_error(capabilities: Capabilities, engine: str, wish: str) -> str:
     """Return the error message for a temperature that the engine does not support."""
     return (
-        f"{engine} samples all requests at temperature {capabilities.temperature} and {wish}: use "
+        f"{engine} samples all requests at temperature {capabilities.temperature}, but {wish}: use "
         f"{capabilities.temperature}, or an engine with sampling per request"
     )
 

@@ -131,8 +131,8 @@ class QueuedGenerator(abc.ABC):
         if running + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{running} requests run and {waiting} wait already, and there is room for "
-                f"{self.capacity}: come back later"
+                f"the queue is full: {running} requests run and {waiting} wait, and the limit is "
+                f"{self.capacity}; try again later"
             )
 
         future = self._submit(sequence)
@@ -176,7 +176,7 @@ class QueuedGenerator(abc.ABC):
         check_prompt(prompt, self._vocabulary)
         if params.stop_strings and self._token_bytes is None:
             raise RequestError(
-                "stop strings need a tokenizer and this generator has none: send stop_token_ids"
+                "stop strings need a tokenizer, but this generator has none: send stop_token_ids"
             )
         if len(prompt) + params.max_new_tokens > self._positions:
             raise RequestError(

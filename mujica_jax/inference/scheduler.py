@@ -131,7 +131,7 @@ class BatchedGenerator(QueuedGenerator):
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
             raise RequestError(
-                f"the request needs {needed} pages of KV cache and the engine has "
+                f"the request needs {needed} pages of KV cache, but the engine has "
                 f"{self._blocks.count}: shorten the prompt, lower max_new_tokens or raise "
                 "engine.cache_gigabytes"
             )

@@ -53,7 +53,7 @@ class Batches:
 
         if not rows.num_rows:
             raise UserError(
-                "there are 0 rows to train on and a step needs at least 1: skip this phase or "
+                "there are 0 rows to train on, but a step needs at least 1: skip this phase or "
                 "select more trajectories"
             )
         # All that the order of the rows depends on. The number of processes is not part of it, so
@@ -89,7 +89,7 @@ class Batches:
         """
         if state["order"] != self._order:
             raise UserError(
-                f"the checkpoint was made with {_words(state['order'])}, and this run has "
+                f"the checkpoint was made with {_words(state['order'])}, but this run has "
                 f"{_words(self._order)}: continue with the configuration and data of the "
                 "checkpoint, or use another run directory"
             )

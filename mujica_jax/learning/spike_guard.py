@@ -97,8 +97,8 @@ def raise_if_too_many(values: dict[str, Any], *, step: int, max_skips: int) -> N
     """
     if values["skipped_in_a_row"] > max_skips:
         raise TooManySpikesError(
-            f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was "
-            f"skipped as a spike, with loss {values['loss']:.4g} and gradient norm "
-            f"{values['grad_norm']:.4g}, and trainer.max_skips_in_a_row is {max_skips}: lower the "
+            f"{int(values['skipped_in_a_row'])} updates in a row were skipped as spikes, the last "
+            f"at step {step} with loss {values['loss']:.4g} and gradient norm "
+            f"{values['grad_norm']:.4g}, but trainer.max_skips_in_a_row is {max_skips}: lower the "
             "learning rate or raise trainer.spike_deviations"
         )

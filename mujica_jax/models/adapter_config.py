@@ -146,7 +146,9 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     fields = read_json(file)
     _refuse_other_methods(fields, file)
     if not {"r", "lora_alpha"} <= fields.keys():
-        raise UserError(f"{file} has no r or no lora_alpha: use a LoRA adapter in PEFT's format")
+        raise UserError(
+            f"{file} lacks r or lora_alpha: use the folder of a LoRA adapter in PEFT's format"
+        )
     config = AdapterConfig(
         file=file,
         base_model=fields.get("base_model_name_or_path"),
@@ -177,14 +179,14 @@ def _refuse_other_methods(fields: Mapping[str, Any], file: Path) -> None:
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(
-            f"{file} sets peft_type to {kind!r}, and only LORA is supported: use a LoRA adapter"
+            f"{file} sets peft_type to {kind!r}, but only LORA is supported: use a LoRA adapter"
         )
     start = fields.get("init_lora_weights")
     if not any(start is value or start == value for value in KEEP_THE_BASE):
         raise UserError(
-            f"{file} sets init_lora_weights to {start!r}, with which PEFT also changes the weights "
-            "of the base model, and this is not supported: save the adapter converted to plain "
-            "LoRA (path_initial_model_for_weight_conversion in PEFT)"
+            f"{file} sets init_lora_weights to {start!r}. PEFT then also changes the weights of "
+            "the base model, which is not supported: save the adapter converted to plain LoRA "
+            "(path_initial_model_for_weight_conversion in PEFT)"
         )
     for name in sorted(fields.keys() - APPLIED - WITHOUT_EFFECT):
         value = fields[name]
@@ -325,6 +327,6 @@ def _check_expression(expression: str, name: str, file: Path) -> None:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise UserError(
-            f"{file} has {expression!r} in {name}, which is no regular expression ({error}): "
+            f"{file} has {expression!r} in {name}, which is not a regular expression ({error}): "
             "correct the file or download it again"
         ) from error

@@ -136,8 +136,8 @@ class Adapter:
                 f"rank {rank} and scale {scale:g}" for rank, scale in sorted(ranks_and_scales)
             )
             raise UserError(
-                f"{self.folder} corrects some matrices with {shown}, and adapters are trained with "
-                "one rank and one scale in all layers: merge the adapter into its base with PEFT "
+                f"the adapter {self.folder} has matrices of {shown}, but training needs one rank "
+                "and one scale in all layers: merge the adapter into its base with PEFT "
                 "(merge_and_unload) and pass the result to --init"
             )
         ((rank, scale),) = ranks_and_scales
@@ -154,9 +154,9 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
     # Adapters that PEFT wrote have no fingerprint.
     if config.base_fingerprint not in (None, base_fingerprint):
         raise UserError(
-            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}), and "
-            f"this model has the fingerprint {base_fingerprint}: use the checkpoint that the "
-            "adapter was trained on"
+            f"the adapter {folder} was trained on {config.base_model} (fingerprint "
+            f"{config.base_fingerprint}), but this model has the fingerprint {base_fingerprint}: "
+            "use the checkpoint that the adapter was trained on"
         )
 
     _check_tensors_file(folder)
@@ -252,14 +252,14 @@ def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> No
     foreign = names - model_names
     if foreign:
         raise UserError(
-            f"{folder} has a tensor {min(foreign)}, and no projection in the layers of this model "
+            f"{folder} has a tensor {min(foreign)}, but no projection in the layers of this model "
             "has such a tensor: use the checkpoint that the adapter was trained on "
             f"({config.base_model}), or merge the adapter into it with PEFT (merge_and_unload)"
         )
     uncorrected = names - corrected_names
     if uncorrected:
         raise UserError(
-            f"{folder} has a tensor {min(uncorrected)} and {CONFIG_FILE} does not select its "
+            f"{folder} has a tensor {min(uncorrected)}, but {CONFIG_FILE} does not select its "
             f"module (target_modules {config.targets!r}, exclude_modules {config.excluded!r}, "
             f"layers_to_transform {config.layers!r}): the two files do not belong together, so "
             "download the adapter again"
@@ -303,9 +303,9 @@ def _read_tensor(
         if own_shape is not None:
             tensor = f"a tensor of {' x '.join(map(str, own_shape))} as"
         raise UserError(
-            f"{config.file.parent} has {tensor} {name} and the model needs {shape[0]} x {shape[1]} "
-            f"with the rank and the target_modules of {CONFIG_FILE}: use the checkpoint that the "
-            f"adapter was trained on ({config.base_model})"
+            f"{config.file.parent} has {tensor} {name}, but the model needs {shape[0]} x "
+            f"{shape[1]} with the rank and the target_modules of {CONFIG_FILE}: use the checkpoint "
+            f"that the adapter was trained on ({config.base_model})"
         )
     values = opened.get_tensor(name).astype(np.float32)
     if not np.isfinite(values).all():

@@ -121,7 +121,7 @@ def check_platform(implementation: Implementation) -> None:
     needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
         raise UserError(
-            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use "
+            f"trainer.attention {implementation} runs on {needed}, but this is {platform}: use "
             "auto, which chooses the fastest kernel of the platform"
         )
     if implementation == "blocks" and kernels.packed_attention() is None:

@@ -171,8 +171,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     architectures = config.get("architectures") or []
     if family not in FAMILIES or architectures not in ([], [FAMILIES[family].architecture]):
         raise UserError(
-            f"the checkpoint has model_type {family!r} and architectures {architectures}, and "
-            "this decoder supports "
+            f"the checkpoint has model_type {family!r} and architectures {architectures}, but "
+            "this decoder supports only "
             f"{', '.join(traits.architecture for traits in FAMILIES.values())}: choose a "
             "checkpoint of one of these"
         )
@@ -291,7 +291,7 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
     for name, (value, supported) in values.items():
         if value != supported:
             raise UserError(
-                f"config.json sets {name} to {value!r}, and this decoder supports only "
+                f"config.json sets {name} to {value!r}, but this decoder supports only "
                 f"{supported!r}: choose another checkpoint"
             )
 
@@ -312,7 +312,7 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
     )
     if partial != 1.0:
         raise UserError(
-            f"config.json sets partial_rotary_factor to {partial}, and this decoder supports only "
+            f"config.json sets partial_rotary_factor to {partial}, but this decoder supports only "
             "1.0: choose another checkpoint"
         )
     if kind == "default" and not fields:
@@ -323,7 +323,7 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind != "llama3" or set(fields) != expected:
         raise UserError(
-            f"config.json has the rope type {kind!r} with the fields {sorted(fields)}, and this "
+            f"config.json has the rope type {kind!r} with the fields {sorted(fields)}, but this "
             f"decoder supports 'default' without fields and 'llama3' with {sorted(expected)}: "
             "choose another checkpoint, or remove the scaling from config.json if you do not need "
             "it"

@@ -93,12 +93,12 @@ def _check(file: Path) -> None:
         architecture = reader.fields["general.architecture"].contents()
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise UserError(
-            f"{file} is truncated or is no GGUF file ({error}): download it again"
+            f"{file} is truncated or is not a GGUF file ({error}): download it again"
         ) from None
     if architecture not in FAMILIES:
         raise UserError(
-            f"{file} holds a model of architecture {architecture!r}, and this decoder supports "
-            f"{', '.join(FAMILIES)}: choose a file of one of these"
+            f"{file} holds a model of architecture {architecture!r}, but this decoder supports "
+            f"only {', '.join(FAMILIES)}: choose a file of one of these"
         )
 
 

@@ -41,7 +41,7 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
     inputs, outputs = smallest.sides
     if rank > min(inputs, outputs):
         raise UserError(
-            f"trainer.lora_rank is {rank} and {smallest.name} of this model is a matrix of "
+            f"trainer.lora_rank is {rank}, but {smallest.name} of this model is a matrix of "
             f"{inputs} x {outputs}: use a rank of at most {min(inputs, outputs)}"
         )
 

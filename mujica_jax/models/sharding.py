@@ -71,7 +71,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     slices = _num_slices(available)
     if mesh_size > len(available) or (must_use_all and mesh_size != len(available)):
         raise UserError(
-            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {mesh_size} devices and "
+            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {mesh_size} devices, but "
             f"{len(available)} are available: choose three numbers whose product is "
             f"{'' if must_use_all else 'at most '}{len(available)}, for example data={slices}, "
             f"fsdp={len(available) // slices}, tensor=1"
@@ -87,7 +87,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     # summed just once per step.
     if data % slices:
         raise UserError(
-            f"trainer.data_parallel_size is {data} and the job has {slices} slices (TPU slices, or "
+            f"trainer.data_parallel_size is {data}, but the job has {slices} slices (TPU slices, or "
             f"GPU hosts): use a multiple of {slices}, because only the data axis may cross the "
             "network between slices"
         )

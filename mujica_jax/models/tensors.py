@@ -115,7 +115,7 @@ class Tensors:
         # Refuse tensors that are not in the table, and weights that have no tensor.
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
-                f"{self.files[name][0]} has a tensor {name} and its config.json does not expect "
+                f"{self.files[name][0]} has a tensor {name}, but its config.json does not expect "
                 f"it: use {needed}, or correct config.json"
             )
         for name in sorted(expected.keys() - self.files.keys()):
@@ -138,7 +138,7 @@ class Tensors:
         shape = tuple(stored.get_shape())
         if shape != weight.hugging_face_shape:
             raise UserError(
-                f"tensor {name} in {self.folder} has shape {shape} and config.json asks for "
+                f"tensor {name} in {self.folder} has shape {shape}, but config.json asks for "
                 f"{weight.hugging_face_shape}: the two files do not belong together, so download "
                 "the checkpoint again"
             )

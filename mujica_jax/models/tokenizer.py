@@ -182,7 +182,7 @@ class Tokenizer:
         added_count = len(special) + len(tag_texts)
         if vocab_tokens < added_count + len(alphabet):
             raise UserError(
-                f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {added_count} "
+                f"vocab_tokens is {vocab_tokens}, but {len(alphabet)} bytes and {added_count} "
                 f"special tokens need {added_count + len(alphabet)}: set vocab_tokens to at least "
                 f"{added_count + len(alphabet)}"
             )

@@ -173,7 +173,7 @@ def find_reward(
     staged = staged or StagedRewardConfig()
     names = [*REWARDS, STAGED, JUDGE]
     if name not in names:
-        raise UserError(f"there is no reward {name}: {nearest(name, names)}")
+        raise UserError(f"unknown reward {name!r}; {nearest(name, names)}")
 
     if not needs_judge(name, staged):
         judge = None

@@ -343,7 +343,7 @@ def _print_result(
         progress.show(comparison.difference_table(summary["beside"]))
     shown = getattr(task, "shown", "")
     if shown:
-        progress.line(f"a search shows {shown} of its question")
+        progress.line(f"a search shows {shown} that belong to the question")
     for kind in ("greedy", "sampled"):
         if kind not in summary:
             continue
@@ -443,9 +443,9 @@ def _open_worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> Sc
         worker_tokenizer.encode_trusted(sample) != tokenizer.encode_trusted(sample)
     ):
         raise UserError(
-            f"the tokenizer of --worker {worker.place} has {worker_tokenizer.vocab_size:,} tokens, "
-            f"and the planner's has {tokenizer.vocab_size:,}, or they split text differently: "
-            "choose a worker with the planner's tokenizer"
+            f"planner and worker need the same tokenizer, but --worker {worker.place} has another "
+            f"one (it has {worker_tokenizer.vocab_size:,} tokens, and the planner's has "
+            f"{tokenizer.vocab_size:,}): choose a worker with the planner's tokenizer"
         )
     return generator
 

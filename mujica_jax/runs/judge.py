@@ -286,7 +286,7 @@ class Judge:
             if self._failures_in_a_row > self._max_failures_in_a_row:
                 raise JudgeLostError(
                     f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a "
-                    f"row, and faults.max_in_a_row is {self._max_failures_in_a_row}; the last "
+                    f"row, but faults.max_in_a_row is {self._max_failures_in_a_row}. The last "
                     f"error: {error}. Start the judge again or correct its address, then start the "
                     "same command again; finished work is kept"
                 ) from error

@@ -40,12 +40,12 @@ from mujica_jax.runtime.chips import Chip
 # Names of the parts of a phase's memory.
 CHECKPOINT = "checkpoint"
 PARAMETERS = "parameters"
-MOMENTS = "optimiser"
-POLICY = "policy on its way"
+MOMENTS = "optimizer state"
+POLICY = "policy in transfer"
 ENGINE = "engine weights"
-CACHE = "keys and values"
+CACHE = "KV cache"
 RETRIEVAL = "embedder and index"
-STEP = "step"
+STEP = "training step"
 CALLS = "engine calls"
 # The bytes on each chip of the temporary arrays of the engine's programs, without weights and
 # cache. tests/models/test_tpu_compile.py checks that the programs do not need more.

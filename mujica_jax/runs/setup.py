@@ -321,7 +321,7 @@ def _check_start(config: Config, task: Task) -> None:
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
             f"trainer.lora_rank is {config.trainer.lora_rank}, but no checkpoint is given, and "
-            "adapters only make sense for a trained model: name a checkpoint with --init, or set "
+            "adapters only suit a trained model: name a checkpoint with --init, or set "
             "trainer.lora_rank to 0"
         )
     if config.adapter and not config.init:
@@ -410,7 +410,7 @@ def _served(run: Run) -> Iterator[None]:
         yield
         return
     port, close = serve_metrics(run.counters, port=run.config.metrics.port)
-    run.progress.line(f"counters of the engine, for Prometheus: http://127.0.0.1:{port}/metrics")
+    run.progress.line(f"engine metrics for Prometheus: http://127.0.0.1:{port}/metrics")
     try:
         yield
     finally:
@@ -437,7 +437,7 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
         hint = "" if num_training else without_training(task)
         raise UserError(
             f"task {task.name} has {num_training} training questions and {num_evaluated} "
-            f"{eval_split} questions, and training needs both: give it more data, or change the "
+            f"{eval_split} questions, but training needs both: give it more data, or change the "
             f"share of questions that is held out{hint}"
         )
     return task
@@ -467,7 +467,7 @@ def about_questions(task: Task) -> list[str]:
     sentences += [note for note in getattr(task, "notes", ()) if note]
     shown = getattr(task, "shown", "")
     if shown:
-        sentences.append(f"a search shows {shown} of its question")
+        sentences.append(f"a search shows {shown} that belong to the question")
     return sentences
 
 

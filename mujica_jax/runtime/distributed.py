@@ -134,7 +134,7 @@ def _join_service(coordinator: str, count: int, number: int, *, deadline_seconds
 
 
 def _check_port_is_free(coordinator: str) -> None:
-    """Raise UserError if this machine cannot listen at the coordinator's port.
+    """Raise UserError if this machine cannot listen on the coordinator's port.
 
     JAX itself would crash.
     """
@@ -143,7 +143,7 @@ def _check_port_is_free(coordinator: str) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         raise UserError(
-            f"process 0 cannot listen at port {port} of distributed.coordinator {coordinator} "
+            f"process 0 cannot listen on port {port} of distributed.coordinator {coordinator} "
             f"({error.strerror}): choose a port that is free on this machine"
         ) from error
 

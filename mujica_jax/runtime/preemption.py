@@ -229,7 +229,7 @@ class Preemption:
         else:
             self._ask(signal.SIGINT, is_here=is_here)
             print(
-                "\nending at the next safe point; Ctrl-C again ends at once",
+                "\nending at the next safe point; press Ctrl-C again to end at once",
                 file=sys.stderr,
                 flush=True,
             )

@@ -23,7 +23,7 @@ from mujica_jax.errors import UserError
 
 # For each error of the operating system: what is wrong, and what the user can do.
 ADVICE = {
-    errno.ENOSPC: "no space is left there; free some or choose another --run directory",
+    errno.ENOSPC: "no space is left there; free some space or choose another --run directory",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
     errno.EFBIG: (
         "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run "
@@ -177,8 +177,8 @@ def require_space(path: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise UserError(
-            f"cannot write into {path}: {needed_bytes:,} bytes are needed and {free_bytes:,} are "
-            "free; free some or choose another --run directory"
+            f"cannot write into {path}: {needed_bytes:,} bytes are needed, but only "
+            f"{free_bytes:,} are free; free some space or choose another --run directory"
         )
 
 

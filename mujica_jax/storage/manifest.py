@@ -61,11 +61,11 @@ def check_file(path: Path, expected: Mapping[str, Any], shown: PurePath, folder:
     """
     if not path.exists():
         raise StoreError(
-            f"{shown} is missing, but COMMITTED lists it; restore it or remove {folder}"
+            f"{shown} is missing, but the file COMMITTED lists it; restore it or remove {folder}"
         )
     entry = describe_file(path, expected["name"])
     if entry != expected:
         raise StoreError(
-            f"{shown} is damaged: the file is {entry}, but COMMITTED lists {expected}; restore it "
-            f"or remove {folder}"
+            f"{shown} is damaged: it is {entry}, but the file COMMITTED lists {expected}; restore "
+            f"it or remove {folder}"
         )

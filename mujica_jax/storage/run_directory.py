@@ -128,7 +128,7 @@ class RunDirectory:
             with self.io_statistics.timed("read"), as_user_error(path):
                 data = path.read_bytes()
         except FileNotFoundError as error:
-            raise StoreError(f"{path} is missing") from error
+            raise StoreError(f"{path} is missing: restore it, or use another directory") from error
         self.io_statistics.add_bytes("read", len(data))
         return data
 

@@ -25,8 +25,8 @@ def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
         environment_kind = getattr(task.environment(questions[0]), "kind", None)
         if environment_kind != task.environment_kind:
             raise UserError(
-                f"task {kind}: environment_kind is {task.environment_kind}, but the kind of its "
-                f"environment is {environment_kind}: make them the same"
+                f"task {kind}: environment_kind is {task.environment_kind}, but its environment "
+                f"has the kind {environment_kind}: make them the same"
             )
 
 
@@ -46,7 +46,7 @@ def _check_attributes(task: Task, kind: str) -> None:
     """Check the name, the rule and the environment kind of a task. Raises UserError."""
     name = getattr(task, "name", None)
     if not isinstance(name, str):
-        raise UserError(f"task {kind}: its name is {name!r} and must be a text")
+        raise UserError(f"task {kind}: its name is {name!r} and must be a string")
     allowed_values = {"rule": get_args(Rule), "environment_kind": get_args(EnvironmentKind)}
     for attribute, allowed in allowed_values.items():
         value = getattr(task, attribute, None)
@@ -66,8 +66,8 @@ def _check_questions(questions: Any, kind: str, split: Split) -> None:
     )
     if not is_list_of_questions:
         raise UserError(
-            f"task {kind}: questions({split!r}) must return a list of Question objects, and returned "
-            f"a {type(questions).__name__}"
+            f"task {kind}: questions({split!r}) returned a {type(questions).__name__} and must "
+            "return a list of Question objects"
         )
     ids: set[str] = set()
     for question in questions:
@@ -85,7 +85,7 @@ def _check_question(question: Question, kind: str) -> None:
     for name in ("id", "text"):
         value = getattr(question, name)
         if not isinstance(value, str):
-            raise UserError(f"task {kind}: {name} of a question is {value!r} and must be a text")
+            raise UserError(f"task {kind}: {name} of a question is {value!r} and must be a string")
 
     answers: object = question.answers
     is_list_of_texts = isinstance(answers, tuple | list) and all(
@@ -94,7 +94,7 @@ def _check_question(question: Question, kind: str) -> None:
     if not is_list_of_texts or not answers:
         raise UserError(
             f"task {kind}: the answers of question {question.id!r} are {answers!r} and must be a "
-            "tuple of texts"
+            "tuple of strings"
         )
 
     for text in (question.id, question.text, *question.answers):

@@ -36,13 +36,13 @@ def read_id(value: object) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _number(value)
-    raise TypeError(f"the id is {value!r} and must be a text or a number")
+    raise TypeError(f"the id is {value!r} and must be a string or a number")
 
 
 def read_question(value: object) -> str:
     """Return the text of a question. Raises TypeError if the value is not a text."""
     if not isinstance(value, str):
-        raise TypeError(f"the question is {value!r} and must be a text")
+        raise TypeError(f"the question is {value!r} and must be a string")
     return in_one_form(value).strip()
 
 
@@ -150,7 +150,7 @@ def read_passage_text(value: object) -> str:
         return in_one_form(value).strip()
     if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
         return in_one_form(" ".join(sentence.strip() for sentence in value))
-    raise TypeError(f"a paragraph is {_kind(value)} and must be a text or a list of sentences")
+    raise TypeError(f"a paragraph is {_kind(value)} and must be a string or a list of sentences")
 
 
 def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
@@ -261,7 +261,7 @@ def _number(value: Any) -> str:
     Raises TypeError for other values, and ValueError for a number that is not finite.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} must be a text or a number")
+        raise TypeError(f"{value!r} must be a string or a number")
     if not math.isfinite(value):
         raise ValueError(f"{value!r} is not finite and must be a finite number")
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE_NUMBER:
@@ -272,7 +272,7 @@ def _number(value: Any) -> str:
 def _kind(value: object) -> str:
     """Return the type of a value in words, for messages."""
     names = {
-        str: "a text",
+        str: "a string",
         dict: "an object",
         list: "a list",
         type(None): "missing",

@@ -89,13 +89,13 @@ def decode(data: bytes, name: str) -> list[Trajectory]:
     version = metadata.get("schema_version")
     if version not in READ_VERSIONS:
         raise StoreError(
-            f"{name} has schema version {version} and this program reads "
-            f"{' and '.join(READ_VERSIONS)}; read it with the version that wrote it"
+            f"{name} has schema version {version}, but this program reads "
+            f"{' and '.join(READ_VERSIONS)}; read it with the release that wrote it"
         )
     table = file.read()
     if metadata.get("rows") != str(table.num_rows):
         raise StoreError(
-            f"{name} has {table.num_rows} rows and its metadata say {metadata.get('rows')}; "
+            f"{name} has {table.num_rows} rows, but its metadata say {metadata.get('rows')}; "
             "sample it again"
         )
     return _trajectories(table)
@@ -118,7 +118,7 @@ def check_digest(data: bytes, name: str) -> None:
     digest = hashlib.sha256(data[:start] + DIGEST_HOLE + data[stop:]).hexdigest()
     if digest != expected:
         raise StoreError(
-            f"{name} is damaged: its bytes have SHA-256 {digest} and should have {expected}; "
+            f"{name} is damaged: its bytes have SHA-256 {digest}, but should have {expected}; "
             "sample it again"
         )
 

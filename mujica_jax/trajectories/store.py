@@ -226,7 +226,7 @@ class Store(RunDirectory):
         except (KeyError, TypeError) as error:
             raise StoreError(
                 f"{self.root / name} does not have the fields that this program writes ({error}); "
-                "read it with the version that wrote it"
+                "read it with the release that wrote it"
             ) from error
 
     def commit_policy(self, version: int, write: Callable[[Path], None]) -> bool:
@@ -250,8 +250,8 @@ class Store(RunDirectory):
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(
-                f"{self.root / name} is not a committed policy; committed versions: "
-                f"{self.policies() or 'none'}"
+                f"{self.root / name} is not a committed policy; choose from the committed "
+                f"versions: {self.policies() or 'none'}"
             )
         return self.folder(name)
 

@@ -117,8 +117,8 @@ def test_beyond_its_bound_it_is_left_out_without_a_reward():
 
 def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_not():
     sentence = (
-        r"a search failed in each of 4 attempts in a row, which were played 2 times each, and faults\.max_in_a_row is "
-        "3: start the retriever again"
+        r"a search failed in 4 attempts in a row \(each was played 2 times\), but "
+        r"faults\.max_in_a_row is 3: start the retriever again"
     )
     with pytest.raises(EnvironmentLostError, match=sentence):
         played(failures=8, repeats=1, attempts=4)

@@ -287,11 +287,11 @@ def test_a_configuration_has_several_names(name, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def get_config(:\n", "does not load"),
-        ("import nothing_of_this_name\n", "does not load"),
+        ("def get_config(:\n", "cannot be loaded"),
+        ("import nothing_of_this_name\n", "cannot be loaded"),
         ("x = 1\n", "must define get_config"),
-        ("x = {}['a']\n", "does not load: KeyError: 'a'; it must define get_config"),
-        ("def get_config():\n    return 3\n", "gave a int; it must return a Config"),
+        ("x = {}['a']\n", r"cannot be loaded \(KeyError: 'a'\): it must define get_config"),
+        ("def get_config():\n    return 3\n", "returned a int; it must return a Config"),
     ],
 )
 def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):

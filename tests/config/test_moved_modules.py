@@ -51,7 +51,7 @@ def test_a_configuration_that_imports_a_moved_module_is_told_the_new_one(
     file = tmp_path / "mine.py"
     file.write_text(f"{statement}\ndef get_config(): ...\n")
     assert train.main([str(file)]) == 2
-    assert capsys.readouterr().err == f"error: configuration {file} does not load: {sentence}\n"
+    assert capsys.readouterr().err == f"error: configuration {file} cannot be loaded: {sentence}\n"
 
 
 def test_a_plug_in_that_imports_a_moved_module_is_told_the_new_one(tmp_path, monkeypatch, capsys):

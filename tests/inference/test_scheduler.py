@@ -271,7 +271,7 @@ async def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_no
     results = await asyncio.gather(*(stream(seed) for seed in range(8)))
     refused = [result for result in results if isinstance(result, OverloadError)]
     assert len(refused) == 8 - (2 + 3), "an idle generator has room for its slots and its queue"
-    assert "there is room for 5: come back later" in str(refused[0])
+    assert "the limit is 5; try again later" in str(refused[0])
     assert generator.statistics.refused == len(refused)
 
 

@@ -91,7 +91,7 @@ def test_packing_knows_the_seed_and_no_process():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 4}, "seed 3, and this run has .* seed 4"),
+        ({"seed": 4}, "seed 3, but this run has .* seed 4"),
         (
             {"rows": pack(random_conversations(20), sequence_length=32, seed=0)},
             r"22 rows, .* has \d\d rows",

@@ -178,6 +178,6 @@ def test_rank_and_alpha_each_change_the_program():
 
 def test_a_rank_that_the_model_cannot_have_is_refused():
     with pytest.raises(
-        UserError, match=r"lora_rank is 17 and .* 16 x 16: use a rank of at most 16"
+        UserError, match=r"lora_rank is 17, but .* 16 x 16: use a rank of at most 16"
     ):
         Trainer(MODEL, dataclasses.replace(LORA, lora_rank=17))

@@ -156,7 +156,10 @@ def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
 
 def test_more_skips_in_a_row_than_allowed_end_the_run(trainer, decoder, monkeypatch):
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
-    sentence = r"step 8 is number 3 in a row whose update was skipped.* trainer.max_skips_in_a_row is 2: lower"
+    sentence = (
+        r"3 updates in a row were skipped as spikes, the last at step 8 with loss .* "
+        r"but trainer.max_skips_in_a_row is 2: lower"
+    )
     batches = trainer.batches(ROWS, seed=1)
     with pytest.raises(TooManySpikesError, match=sentence):
         fit(trainer, trainer.initial_state(decoder), batches, schedule=SCHEDULE, steps=12)

@@ -278,18 +278,18 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
         ),
         (
             {"alpha_pattern": {"(q_proj": 3}},
-            "has '(q_proj' in alpha_pattern, which is no regular expression",
+            "has '(q_proj' in alpha_pattern, which is not a regular expression",
         ),
         (
             {"target_modules": "*.q_proj"},
-            "has '*.q_proj' in target_modules, which is no regular expression",
+            "has '*.q_proj' in target_modules, which is not a regular expression",
         ),
         (
             {"target_modules": {"q_proj": 1}},
             "sets target_modules to {'q_proj': 1}, which must be a string or a list of strings",
         ),
         ({"target_modules": [1]}, "sets target_modules to [1], which must be a string or a list"),
-        ({"exclude_modules": "("}, "has '(' in exclude_modules, which is no regular expression"),
+        ({"exclude_modules": "("}, "has '(' in exclude_modules, which is not a regular expression"),
         (
             {"layers_to_transform": "0"},
             "sets layers_to_transform to '0', which must be a list of the numbers of layers",
@@ -351,7 +351,7 @@ def test_a_matrix_for_the_output_layer_is_refused_by_name(plain, tmp_path):
         folder / "adapter_model.safetensors",
     )
     assert (
-        "has a tensor base_model.model.lm_head.lora_A.weight, and no projection in the layers of this model"
+        "has a tensor base_model.model.lm_head.lora_A.weight, but no projection in the layers of this model"
         in refused(plain, folder)
     )
 
@@ -406,7 +406,7 @@ def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
     mixed = written(tmp_path, tensors, target_modules=None, alpha_pattern={"q_proj": 1})
     with pytest.raises(
         UserError,
-        match=r"rank 4 and scale 0\.25, rank 4 and scale 3, and adapters are trained with one",
+        match=r"rank 4 and scale 0\.25, rank 4 and scale 3, but training needs one",
     ):
         read_adapter(plain, mixed).rank_and_alpha()
     some_layers = written(tmp_path, matrices(MODULES[:7]), layers_to_transform=[0])

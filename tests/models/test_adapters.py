@@ -110,7 +110,7 @@ def test_an_adapter_without_a_fingerprint_is_judged_by_its_shapes(folder, tmp_pa
     wider = filled_decoder(
         dataclasses.replace(MODEL, intermediate_size=2 * MODEL.intermediate_size)
     )
-    assert "gate_proj.lora_B.weight and the model needs" in refused(wider, foreign)
+    assert "gate_proj.lora_B.weight, but the model needs" in refused(wider, foreign)
     flatter = filled_decoder(dataclasses.replace(MODEL, num_layers=1))
     assert "has a tensor base_model.model.model.layers.1" in refused(flatter, foreign)
 
@@ -138,4 +138,4 @@ def test_missing_tensors_files_and_folders_are_named(plain, folder, tmp_path):
     assert "there is no" in message
     assert message.endswith("set --adapter to a folder such as RUN/policies/N/adapter")
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "has no r or no lora_alpha" in refused(plain, tmp_path)
+    assert "lacks r or lora_alpha" in refused(plain, tmp_path)

@@ -112,12 +112,12 @@ def test_auto_takes_the_platforms_kernel(monkeypatch):
 @pytest.mark.parametrize(("kernel", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
 def test_a_kernel_of_another_platform_is_refused(monkeypatch, kernel, needed):
     with pytest.raises(
-        UserError, match=rf"trainer.attention {kernel} runs on {needed} and this is cpu: use auto"
+        UserError, match=rf"trainer.attention {kernel} runs on {needed}, but this is cpu: use auto"
     ):
         check_platform(kernel)
     monkeypatch.setattr(jax, "default_backend", lambda: needed)
     check_platform(kernel)
     with pytest.raises(
-        UserError, match=f"trainer.attention blocks runs on cpu and this is {needed}"
+        UserError, match=f"trainer.attention blocks runs on cpu, but this is {needed}"
     ):
         check_platform("blocks")

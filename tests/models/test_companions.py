@@ -268,7 +268,7 @@ def test_a_conversation_beyond_the_models_context_is_refused_with_both_numbers()
     check_context(model, 256)
     with pytest.raises(
         UserError,
-        match=r"may have 4,000 tokens and the model reads at most 256 .max_position_embeddings",
+        match=r"may have 4,000 tokens, but the model reads at most 256 .max_position_embeddings",
     ):
         check_context(model, 4000)
 

@@ -163,7 +163,7 @@ def test_transformers_reads_the_merged_export(trained, tmp_path):
 def test_a_rank_above_the_smallest_side_is_refused():
     check_rank(MODEL, 16)
     with pytest.raises(
-        UserError, match=r"lora_rank is 17 and query_kernel .* 16 x 32: use a rank of at most 16"
+        UserError, match=r"lora_rank is 17, but query_kernel .* 16 x 32: use a rank of at most 16"
     ):
         check_rank(MODEL, 17)
 

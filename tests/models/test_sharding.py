@@ -78,7 +78,7 @@ def test_too_many_devices_are_refused_with_both_numbers():
     available = jax.device_count()
     with pytest.raises(
         UserError,
-        match=f"needs {8 * available} devices and {available} are available.*fsdp={available}",
+        match=f"needs {8 * available} devices, but {available} are available.*fsdp={available}",
     ):
         make_mesh(2, 2, 2 * available)
 
@@ -192,5 +192,5 @@ def test_over_several_slices_the_data_axis_alone_crosses_the_network():
             slices = {chip.slice_index for chip in row.flat}
             assert slices == ({0} if number < data // 2 else {1})
         assert len(mesh.devices) == data
-    with pytest.raises(UserError, match="is 1 and the job has 2 slices"):
+    with pytest.raises(UserError, match="is 1, but the job has 2 slices"):
         make_mesh(1, 8, 1, chips)

@@ -81,7 +81,7 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
 def test_a_file_of_another_model_is_refused(tmp_path, cache):
     with pytest.raises(
         UserError,
-        match=r"architecture 'gpt2', and this decoder supports qwen2, qwen3, llama: choose",
+        match=r"architecture 'gpt2', but this decoder supports only qwen2, qwen3, llama: choose",
     ):
         checkpoint_folder(write_gguf(tmp_path / "other.gguf", architecture="gpt2"))
 
@@ -99,7 +99,7 @@ def test_half_a_file_and_no_file_are_refused(tmp_path, cache):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
-        UserError, match=r"half.gguf is truncated or is no GGUF file .*: download it again"
+        UserError, match=r"half.gguf is truncated or is not a GGUF file .*: download it again"
     ):
         checkpoint_folder(tmp_path / "half.gguf")
     with pytest.raises(UserError, match=r"there is no file .*none.gguf: choose"):

@@ -113,7 +113,7 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
     ("flags", "sentence"),
     [
         (["--samples", "0"], "--samples is 0 and must be at least 1"),
-        (["--samples", "2", "--sampled", "False"], "--samples is 2 and --sampled is False"),
+        (["--samples", "2", "--sampled", "False"], "--samples is 2, but --sampled is False"),
         (["--beside", "A", "--agents", "direct"], "--beside is A and compares a single result"),
     ],
 )
@@ -148,10 +148,10 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
     for words, message in (
         (
             ["--agents", "drect"],
-            "--agent.kind is drect and there is none of this name: did you mean direct",
+            "unknown agent 'drect'; did you mean direct",
         ),
         (["--agents", "mujica"], "tiny_world text mujica is asked for twice"),
-        (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
+        (["--tasks", "two_wiki_texts"], "unknown configuration 'two_wiki_texts'; did you mean"),
         (
             ["--task.environment", "graph", "--agents", "rag"],
             "agent.kind rag only searches passages",
@@ -162,9 +162,9 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         ),
         (
             ["--agents", "direct", "--worker", "w"],
-            "--worker is w and the agents are mujica, direct, but only mujica has workers",
+            "--worker is w, and the agents are mujica, direct, but only mujica has workers",
         ),
-        (["--plot", "True"], "--plot draws a comparison, and only one result is asked for"),
+        (["--plot", "True"], "--plot draws a comparison, but there is only one result"),
     ):
         with pytest.raises(UserError, match=message):
             evaluation.all_configs(*evaluation.command_line([*flags, *words]))

@@ -73,7 +73,7 @@ def test_the_rows_lie_on_the_devices_of_a_host(folder, capsys):
     assert index.main(["estimate", *words(folder, "exact"), "--devices", "0"]) == 2
     assert "--devices is 0: give at least 1" in capsys.readouterr().err
     assert index.main(["estimate", *words(folder, "bm25"), "--devices", "4"]) == 2
-    assert "--devices is 4 and an index of kind bm25 does not read it" in capsys.readouterr().err
+    assert "--devices is 4, but an index of kind bm25 does not use it" in capsys.readouterr().err
 
 
 PEAK = """

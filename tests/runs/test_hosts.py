@@ -225,7 +225,7 @@ def test_a_mistake_is_told_once_by_each_process(tmp_path):
     assert first.status == 2
     assert second.status == 2
     for ended in (first, second):
-        assert "needs 4 devices and 2 are available" in ended.messages
+        assert "needs 4 devices, but 2 are available" in ended.messages
         assert "Traceback" not in ended.messages
 
 

@@ -295,8 +295,8 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
         assert [trajectory.is_rewarded for trajectory in two] == [False, False]
         assert [trajectory.reward for trajectory in two] == [0.0, 0.0]
         sentence = (
-            r"the judge judge gave no verdict 3 times in a row, and faults\.max_in_a_row is 2; "
-            r"the last error: .*400"
+            r"the judge judge gave no verdict 3 times in a row, but faults\.max_in_a_row is 2\. "
+            r"The last error: .*400"
         )
         with pytest.raises(JudgeLostError, match=sentence):
             earned(

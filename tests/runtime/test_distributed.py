@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_one_sentence(capsys):
         ]
         assert train.main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    sentence = f"error: process 0 cannot listen at port {port} of distributed.coordinator localhost"
+    sentence = f"error: process 0 cannot listen on port {port} of distributed.coordinator localhost"
     assert line.startswith(sentence)
 
 

@@ -167,7 +167,7 @@ def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys)
     assert until(lambda: bool(ends))
     assert ends == [130]
     message = capsys.readouterr().err
-    assert "Ctrl-C again ends at once" in message
+    assert "press Ctrl-C again to end at once" in message
     assert "interrupted in warm-up: learning; all is kept; go on" in message
 
 

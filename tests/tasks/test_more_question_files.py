@@ -42,11 +42,11 @@ def read(tmp_path: Path, kind: str, name: str, text: str) -> list[tuple[str, tup
 
 def test_a_text_in_the_place_of_a_list_of_aliases_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"dev.jsonl, line 1: .*the aliases are a text and must be a list"
+        UserError, match=r"dev.jsonl, line 1: .*the aliases are a string and must be a list"
     ):
         read(tmp_path, "musique", "dev.jsonl", musique(answer_aliases="A. Ode"))
     with pytest.raises(
-        UserError, match=r"dev.json, record 0: .*the aliases are a text and must be a list"
+        UserError, match=r"dev.json, record 0: .*the aliases are a string and must be a list"
     ):
         read(tmp_path, "triviaqa", "dev.json", trivia({"Value": "Ann Ode", "Aliases": "A. Ode"}))
 
@@ -127,9 +127,9 @@ def test_a_question_of_qald_that_is_given_twice_counts_once(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"id": None}, "the id is None and must be a text or a number"),
+        ({"id": None}, "the id is None and must be a string or a number"),
         ({"id": float("nan")}, "nan is not finite and must be a finite number"),
-        ({"question": wordings(5)}, "the question is 5 and must be a text"),
+        ({"question": wordings(5)}, "the question is 5 and must be a string"),
         ({"question": wordings(" ")}, "the question is blank in the language en"),
         ({"question": wordings("Who \ud83d?")}, "cannot be written as UTF-8"),
     ],

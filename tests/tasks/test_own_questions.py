@@ -102,10 +102,10 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
     [
         (
             {"answer_aliases": "Nils"},
-            "answer_aliases is 'Nils'; give a text and a list of texts",
+            "answer_aliases is 'Nils'; give a string and a list of strings",
         ),
-        ({"answer_aliases": [["Nils"]]}, r"answer_aliases is \[\['Nils'\]\]; give a text"),
-        ({"answer_aliases": [None]}, r"answer_aliases is \[None\]; give a text"),
+        ({"answer_aliases": [["Nils"]]}, r"answer_aliases is \[\['Nils'\]\]; give a string"),
+        ({"answer_aliases": [None]}, r"answer_aliases is \[None\]; give a string"),
         (
             {"supporting_facts": [{"title": "Tisby"}]},
             "not in the official format .* docs/guides/own_questions.md has",
@@ -206,7 +206,7 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
         assert (
-            "your own question has no entities and no passages of its own"
+            "your own question brings no entities and no passages"
             in capsys.readouterr().err
         )
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2

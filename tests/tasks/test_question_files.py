@@ -170,7 +170,7 @@ def test_what_is_no_id_is_refused_with_its_line(tmp_path, id):
         ("musique", musique(id=id)),
         ("ambigqa", ambig(id=id)),
     ):
-        with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of"):
+        with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is not a record of"):
             only_record(tmp_path, kind, lines(record))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 2: _id is .* and question "):
         own(tmp_path, hotpot(), hotpot(_id=id))
@@ -217,7 +217,7 @@ def test_what_is_no_answer_is_refused_with_its_line(tmp_path, answer):
         ("musique", musique(answer=answer)),
         ("nq", {"question": "who", "answer": [answer]}),
     ):
-        with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of"):
+        with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is not a record of"):
             only_record(tmp_path, kind, lines(record))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 1: answer is "):
         own(tmp_path, hotpot(answer=answer))
@@ -232,7 +232,7 @@ def test_a_question_without_an_answer_is_passed_over(tmp_path, answer):
 
 @pytest.mark.parametrize("answers", [[], [""], [None], "Ann", None])
 def test_a_list_without_an_answer_is_refused(tmp_path, answers):
-    with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of nq"):
+    with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is not a record of nq"):
         only_record(tmp_path, "nq", lines({"question": "who", "answer": answers}))
 
 
@@ -433,7 +433,7 @@ def test_a_paragraph_is_a_list_of_sentences_or_one_text(tmp_path, context, text)
 )
 def test_what_is_no_paragraph_or_fact_is_refused_with_its_line(tmp_path, changes):
     with pytest.raises(
-        UserError, match=r"dev\.jsonl, line 1: this is no record of hotpotqa \(TypeError"
+        UserError, match=r"dev\.jsonl, line 1: this is not a record of hotpotqa \(TypeError"
     ):
         only_record(tmp_path, "hotpotqa", lines(hotpot(**changes)))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 1: .* not in the official format"):
@@ -495,7 +495,7 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
             "hotpotqa",
             "dev.jsonl",
             lines(hotpot(_id=None)),
-            "dev.jsonl, line 1: this is no record of hotpotqa",
+            "dev.jsonl, line 1: this is not a record of hotpotqa",
         ),
         (
             "hotpotqa",
@@ -572,13 +572,13 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
         with_all = " ".join(capsys.readouterr().out.split())
     left_out = "1 of 2 questions lack a gold passage among their own passages; they are left out"
     assert left_out in without
-    assert "a search shows 2 of 3 passages of its question" in without
+    assert "a search shows 2 of 3 passages that belong to the question" in without
     assert result["greedy"]["questions"] == 1
     assert result["left_out"] == 1
     assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
     assert "; they are asked, because task.keep_incomplete is True" in with_all
-    assert "a search shows 2 of 2 to 3 passages of its question" in with_all
+    assert "a search shows 2 of 2 to 3 passages that belong to the question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
     assert result["greedy"]["questions"] == 2
     assert result["left_out"] == 0

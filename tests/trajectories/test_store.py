@@ -334,7 +334,7 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch, rows):
     data = shards.encode(rows)
     monkeypatch.undo()
     with pytest.raises(
-        StoreError, match="shard-x has schema version 7 and this program reads 2 and 3"
+        StoreError, match="shard-x has schema version 7, but this program reads 2 and 3"
     ):
         shards.decode(data, "shard-x")
 
@@ -541,7 +541,8 @@ def test_a_policy_without_committed_is_no_policy(store):
     store.create("policies/000002/params/weights", b"01234")
     assert store.policies() == [1]
     with pytest.raises(
-        StoreError, match=r"000002 is not a committed policy; committed versions: \[1\]"
+        StoreError,
+        match=r"000002 is not a committed policy; choose from the committed versions: \[1\]",
     ):
         store.policy_path(2)
 

@@ -93,7 +93,7 @@ def _likely_words(
     logprobs = written.completion.logprobs
     if logprobs is None:
         raise UserError(
-            "agent.kind is flare, which needs log-probabilities, and the endpoint returns none: use "
+            "agent.kind is flare, which needs log-probabilities, but the endpoint returns none: use "
             "an endpoint that returns them, or another agent"
         )
 

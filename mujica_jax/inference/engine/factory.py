@@ -91,7 +91,7 @@ def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEX
     """
     if positions > model.context_tokens:
         raise UserError(
-            f"conversations may have {positions:,} tokens and the model reads at most "
+            f"conversations may have {positions:,} tokens, but the model reads at most "
             f"{model.context_tokens:,} (max_position_embeddings of its config.json): lower "
             f"{setting}"
         )
@@ -106,7 +106,7 @@ def engine_mesh(engine: EngineConfig) -> Mesh | None:
     devices = jax.local_devices()
     if engine.tensor_parallel_size > len(devices):
         raise UserError(
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size} and {len(devices)} "
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but only {len(devices)} "
             f"devices are available: use at most {len(devices)}"
         )
     if engine.tensor_parallel_size == 1:
@@ -133,10 +133,10 @@ def _num_pages(
     pages_for_all_slots = engine.max_num_seqs * pages_per_request
     if engine.cache_gigabytes:
         memory = engine.cache_gigabytes * 1e9
-        source = "engine.cache_gigabytes allows"
+        source = "engine.cache_gigabytes allows only"
     else:
         memory = _free_bytes() - reserved_bytes
-        source = "are free"
+        source = "the free memory is"
         if jax.default_backend() != "tpu":
             # `ContiguousEngine` also holds a contiguous cache of full length for each slot.
             memory -= pages_for_all_slots * page_size
@@ -144,8 +144,8 @@ def _num_pages(
     if num_pages < pages_per_request:
         raise UserError(
             f"one request of {positions} tokens needs {pages_per_request * page_size / 1e9:.3g} GB "
-            f"of KV cache and {memory / 1e9:.3g} GB {source}: lower agent.max_trajectory_tokens "
-            "or engine.max_num_seqs, or give it more memory"
+            f"of KV cache, but {source} {memory / 1e9:.3g} GB: lower agent.max_trajectory_tokens or "
+            "engine.max_num_seqs, or give the cache more memory"
         )
     return num_pages
 

@@ -128,7 +128,7 @@ def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
     if heads % heads_per_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
             f"{config.num_kv_heads} key and value heads over engine.tensor_parallel_size {tensor} "
-            f"are {heads // 2} per device, and the TPU kernel cannot read this number of heads in "
+            f"are {heads // 2} per device, but the TPU kernel cannot read this number of heads in "
             f"{jnp.dtype(dtype).name}: lower engine.tensor_parallel_size or use another "
             "engine.cache_dtype"
         )

@@ -338,7 +338,7 @@ class JetStreamEngine(engine_api.Engine):
         """Check that `params` are the engine's current weights. Raises ValueError otherwise."""
         if params is not self._weights:
             raise ValueError(
-                "params are not the weights of this engine: pass what load_params gave"
+                "params are not the weights of this engine: pass the result of load_params"
             )
 
     def _check_state(self, decode_state: DecodeState) -> DecodeState:
@@ -358,7 +358,7 @@ class JetStreamEngine(engine_api.Engine):
         """
         if true_length > len(padded):
             raise RequestError(
-                f"the prompt has {true_length} tokens and JetStream kept only the last "
+                f"the prompt has {true_length} tokens, but JetStream kept only the last "
                 f"{len(padded)}: send a shorter prompt"
             )
         prompt = padded[:true_length].astype(np.int64)
@@ -366,7 +366,9 @@ class JetStreamEngine(engine_api.Engine):
             prompt = prompt[1:]
         if prefix is not None:
             if not prefix.tokens:
-                raise RequestError("the prompt continues a prompt that was rejected")
+                raise RequestError(
+                    "the prompt continues a prompt that was rejected: send the whole prompt again"
+                )
             prompt = np.concatenate([np.asarray(prefix.tokens, np.int64), prompt])
         check_prompt(prompt.tolist(), self._engine.config.vocab_size)
         if len(prompt) >= self._engine.positions:
@@ -404,8 +406,8 @@ class JetStreamEngine(engine_api.Engine):
             needed_pages += self._pages.needed(request.capacity_tokens)
         if needed_pages > self._pages.available:
             raise NoRoomError(
-                f"prompt and completion need {pages_of_new_request} pages of KV cache, and of "
-                f"{self._pages.count} only {self._pages.available} are available for all inserted "
+                f"prompt and completion need {pages_of_new_request} pages of KV cache, but only "
+                f"{self._pages.available} of {self._pages.count} are available for all inserted "
                 "prompts together"
             )
 
@@ -612,13 +614,13 @@ def _check_for_orchestrator(engine: Engine, sampling: SamplingParams) -> None:
     steps = engine.decode_steps
     if steps != 1:
         raise ValueError(
-            f"the engine decodes {steps} steps per call and JetStream counts single steps: set "
+            f"the engine decodes {steps} steps per call, but JetStream counts single steps: set "
             "decode_steps to 1"
         )
     needed_pages = engine.slots * -(-engine.positions // engine.page_tokens)
     if engine.num_pages < needed_pages:
         raise ValueError(
-            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need "
+            f"the engine has {engine.num_pages} pages, but its {engine.slots} slots need "
             f"{needed_pages} at full length, because JetStream never frees a slot: give the engine "
             "more memory, or fewer slots or positions"
         )

@@ -125,7 +125,7 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
     """Call the user's factory and return its engine. Raises UserError if it fails."""
     if engine_config.weights != "compute":
         raise UserError(
-            f"engine.weights is {engine_config.weights} and {name} gets its weights in float32: "
+            f"engine.weights is {engine_config.weights}, but {name} gets its weights in float32: "
             "use engine.weights compute, and let the factory choose the type of the weights"
         )
     assert engine_config.factory is not None, "checked by the caller"
@@ -200,14 +200,14 @@ def _check_capabilities(name: str, engine: Any) -> None:
         )
     if capabilities.log_probabilities:
         raise UserError(
-            f"{name} made an engine that declares log_probabilities and JetStream's interface "
-            "passes none: declare log_probabilities=False"
+            f"{name} made an engine that declares log_probabilities, but JetStream's interface "
+            "passes none on: declare log_probabilities=False"
         )
     if capabilities.sampling_per_request:
         insert_parameters = inspect.signature(engine.insert).parameters
         if "sampling" not in insert_parameters:
             raise UserError(
-                f"{name} made an engine that declares sampling_per_request and its insert has no "
+                f"{name} made an engine that declares sampling_per_request, but its insert has no "
                 "parameter sampling: define insert(self, prefix, decode_state, slot, *, sampling)"
             )
 
@@ -216,25 +216,25 @@ def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
     """Check that an engine has enough slots and long enough prompts. Raises UserError otherwise."""
     if engine.samples_per_slot != 1:
         raise UserError(
-            f"{name} made an engine with {engine.samples_per_slot} samples per slot and each "
+            f"{name} made an engine with {engine.samples_per_slot} samples per slot, but each "
             "request needs exactly one: make the engine with 1"
         )
     if engine.max_concurrent_decodes < slots:
         raise UserError(
-            f"{name} made an engine with {engine.max_concurrent_decodes} slots and "
+            f"{name} made an engine with {engine.max_concurrent_decodes} slots, but "
             f"engine.max_num_seqs is {slots}: lower engine.max_num_seqs to "
             f"{engine.max_concurrent_decodes} or make the engine with more slots"
         )
     if engine.max_prefill_length < positions - 1:
         raise UserError(
-            f"{name} made an engine for prompts of at most {engine.max_prefill_length} tokens and "
+            f"{name} made an engine for prompts of at most {engine.max_prefill_length} tokens, but "
             f"conversations may have {positions} (agent.max_trajectory_tokens, or --max-tokens of "
             "serve): lower that setting or raise the engine's max_prefill_length"
         )
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if capabilities.positions is not None and capabilities.positions < positions:
         raise UserError(
-            f"{name} made an engine whose cache holds {capabilities.positions} tokens per slot and "
+            f"{name} made an engine whose cache holds {capabilities.positions} tokens per slot, but "
             f"conversations may have {positions} (agent.max_trajectory_tokens, or --max-tokens of "
             "serve): lower that setting or make the engine with a longer cache"
         )

@@ -155,7 +155,7 @@ class JetStreamGenerator(QueuedGenerator):
         check_sampling(self.capabilities, params, self._name)
         if len(prompt) > self._engine.max_prefill_length:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and {self._name} takes at most "
+                f"the prompt has {len(prompt)} tokens, but {self._name} takes at most "
                 f"{self._engine.max_prefill_length}: shorten the prompt"
             )
 
@@ -190,7 +190,7 @@ class JetStreamGenerator(QueuedGenerator):
                     self._has_room = False
                 else:
                     sentence = (
-                        f"{self._name} has no room for this request, although no other one runs "
+                        f"{self._name} has no room for this request, although no other request runs "
                         f"({error}): shorten the prompt or lower max_new_tokens"
                     )
                     self._fail(sequence, EngineError(sentence))
@@ -209,7 +209,7 @@ class JetStreamGenerator(QueuedGenerator):
         if self.capabilities.sampling_per_request:
             if first_token is not None:
                 raise EngineError(
-                    f"{self._name} declares sampling_per_request and its prefill returns a first "
+                    f"{self._name} declares sampling_per_request, but its prefill returns a first "
                     "token, which ignores the request's settings: let prefill return the prefix "
                     "alone"
                 )
@@ -277,7 +277,7 @@ class JetStreamGenerator(QueuedGenerator):
         unknown = [token for token in new if not 0 <= token < self._vocabulary]
         if unknown:
             sentence = (
-                f"{self._name} generated token {unknown[0]} and the model has "
+                f"{self._name} generated token {unknown[0]}, but the model has only "
                 f"{self._vocabulary} tokens"
             )
             self._fail(sequence, EngineError(sentence))

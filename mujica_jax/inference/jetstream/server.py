@@ -201,7 +201,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         """
         if request.session_cache:
             raise RequestError(
-                f"session_cache is {request.session_cache!r} and this server does not support it: "
+                f"session_cache is {request.session_cache!r}, but this server does not support it: "
                 "leave it empty and send the whole conversation (its prefix is cached)"
             )
         if request.WhichOneof("content") != "text_content":
@@ -233,8 +233,8 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             raise OverloadError("the server is stopping: send the request to another server")
         if self._requests_under_way >= self._generator.capacity:
             raise OverloadError(
-                f"{self._requests_under_way} requests run and wait already, and there is room for "
-                f"{self._generator.capacity}: come back later"
+                f"the server is full: {self._requests_under_way} requests run or wait, and the "
+                f"limit is {self._generator.capacity}; try again later"
             )
 
     async def _answer(

@@ -213,7 +213,7 @@ class CompletionsFormat:
             )
         if len(ids) > room:
             raise ReplyError(
-                f"the endpoint generated {len(ids)} tokens and max_new_tokens is {room}"
+                f"the endpoint generated {len(ids)} tokens, but max_new_tokens is {room}"
             )
         if logprobs is not None and len(logprobs) != len(ids):
             raise ReplyError(
@@ -273,8 +273,8 @@ class ChatFormat:
             value = getattr(params, name)
             if value:
                 raise RequestError(
-                    f"{name} is {value} and a chat endpoint takes none: remove this setting, or use "
-                    "the mode completions"
+                    f"{name} is {value}, but a chat endpoint does not accept it: remove this "
+                    "setting, or use the mode completions"
                 )
         try:
             messages = self._tokenizer.messages(prompt)
@@ -441,8 +441,8 @@ def _token_ids(choice: Mapping[str, Any]) -> list[int]:
             )
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
         raise ReplyError(
-            "the endpoint gave token_ids that are no list of whole numbers: use the mode chat for "
-            "this server"
+            "the endpoint gave token_ids that are not a list of whole numbers: use the mode chat "
+            "for this server"
         )
     return ids
 

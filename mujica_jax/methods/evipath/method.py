@@ -211,7 +211,7 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
     )
     if not rows:
         raise UserError(
-            f"{num_kept} of {len(trajectories)} trajectories are correct, and none of their "
+            f"{num_kept} of {len(trajectories)} trajectories are correct, but none of their "
             f"{len(conversations)} conversations can be learnt ({reasons}): use another teacher "
             "or more questions, or raise trainer.sequence_length (now "
             f"{run.config.trainer.sequence_length})"

@@ -64,7 +64,7 @@ def build(config: QaldConfig) -> OpenDomain:
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
         raise UserError(
-            f"task.index {config.index} is no knowledge graph: give an index of kind graph"
+            f"task.index {config.index} is not a knowledge graph: give an index of kind graph"
         )
     graph.prefer_language(config.language)
     try:
@@ -112,8 +112,8 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
             record = _record(value, language)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the "
-                "official format, and a task.language in which the question is given"
+                f"{place}: this is not a question of QALD ({type(error).__name__}: {error}); use "
+                "the official format, and a task.language in which the question is given"
             ) from error
         if record["id"] not in first_records:
             first_records[record["id"]] = (record, place)
@@ -150,7 +150,7 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
                 values = json.load(text)["questions"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official "
+                f"{file} is not a file of QALD ({type(error).__name__}: {error}): use the official "
                 "format"
             ) from error
         for number, value in enumerate(values):

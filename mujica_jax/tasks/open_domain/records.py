@@ -333,8 +333,8 @@ def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord
             record = _READERS[kind](value)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{place}: this is no record of {kind} ({type(error).__name__}: {error}); use the "
-                f"official format: {SOURCES[kind]}"
+                f"{place}: this is not a record of {kind} ({type(error).__name__}: {error}); use "
+                f"the official format: {SOURCES[kind]}"
             ) from error
         if record is None:
             continue

@@ -91,8 +91,8 @@ def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
     demonyms = fields.get("demonyms")
     if not (isinstance(answer_id, str) and _are_texts(aliases) and _are_texts(demonyms)):
         raise UserError(
-            f"{place}: this is no line of {ALIAS_FILE} of 2WikiMultihopQA v1.1, which is an object "
-            f"with the id Q_id and the lists aliases and demonyms; {ADVICE}"
+            f"{place}: this is not a line of {ALIAS_FILE} of 2WikiMultihopQA v1.1; "
+            f"each line is an object with the id Q_id and the lists aliases and demonyms; {ADVICE}"
         )
     names = [*aliases, *demonyms]
     return answer_id, tuple(name for name in names if name.strip())

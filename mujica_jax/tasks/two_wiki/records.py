@@ -352,7 +352,7 @@ def _record(value: object, place: str, source: Source) -> Record | None:
         gold = gold_passages(read_facts(fields.get("supporting_facts") or []), paragraphs)
         answer_id = fields.get("answer_id") or ""
         if not isinstance(answer_id, str):
-            raise TypeError(f"answer_id is {answer_id!r} and must be a text")
+            raise TypeError(f"answer_id is {answer_id!r} and must be a string")
     except (TypeError, LookupError, ValueError, AttributeError) as error:
         raise UserError(
             f"{place}: one of the fields type, evidences, entity_ids, answer_id, supporting_facts "
@@ -402,8 +402,8 @@ def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
         return read_answers([answer, *aliases])
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{place}: answer is {answer!r} and answer_aliases is {aliases!r}; give a text and a "
-            "list of texts"
+            f"{place}: answer is {answer!r} and answer_aliases is {aliases!r}; give a string "
+            "and a list of strings"
         ) from error
 
 

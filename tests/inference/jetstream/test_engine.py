@@ -314,13 +314,13 @@ def test_an_insert_without_room_says_so_and_finds_it_when_a_slot_is_freed():
     sampling = SamplingParams(max_new_tokens=10, temperature=0.0, seed=0)
     state = jet.insert(prefilled(jet, [3] * 30), state, 0, sampling=sampling)  # ten pages
     with pytest.raises(
-        contract().NoRoomError, match="need 10 pages of KV cache, and of 16 only 16 are available"
+        contract().NoRoomError, match="need 10 pages of KV cache, but only 16 of 16 are available"
     ):
         # not computed yet, and counted
         jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     state, _ = jet.generate(jet.load_params(), state)
     with pytest.raises(
-        contract().NoRoomError, match="need 10 pages of KV cache, and of 16 only 6 are available"
+        contract().NoRoomError, match="need 10 pages of KV cache, but only 6 of 16 are available"
     ):
         jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     jet.free_resource(0)
@@ -343,7 +343,7 @@ def test_load_params_replaces_the_policy():
     new = jet.load_params(nnx.State({"policy": jnp.asarray(3)}))
     state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
     assert steps(jet, state, 0, 3) == engine.by_hand([3, 4], GREEDY, policy=3)[0][:3]
-    with pytest.raises(ValueError, match="what load_params gave"):
+    with pytest.raises(ValueError, match="the result of load_params"):
         jet.generate(old, state)
     assert jet.load_params() is new
 
@@ -352,7 +352,7 @@ def test_load_params_replaces_the_policy():
     "engine, params, sentence",
     [
         (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps per call"),
-        (lambda: countable(pages=47), GREEDY, "47 pages and its 3 slots need 48"),
+        (lambda: countable(pages=47), GREEDY, "47 pages, but its 3 slots need 48"),
         (
             countable,
             SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)),
@@ -369,7 +369,7 @@ def test_foreign_weights_and_states_are_refused():
     jet = jetstream().JetStreamEngine(countable(), GREEDY)
     old = jet.init_decode_state()
     jet.init_decode_state()
-    with pytest.raises(ValueError, match="what load_params gave"):
+    with pytest.raises(ValueError, match="the result of load_params"):
         jet.generate({}, old)
     with pytest.raises(ValueError, match="was replaced"):
         jet.generate(jet.load_params(), old)

@@ -354,7 +354,7 @@ async def test_a_stream_is_refused_where_the_queue_is_full_and_generate_waits():
     generator = countable(engine, queue_size=1)
     tasks = [asyncio.create_task(generator.generate([3 + n], params(5, seed=n))) for n in range(4)]
     await asyncio.sleep(0)
-    with pytest.raises(OverloadError, match="there is room for 2"):
+    with pytest.raises(OverloadError, match="the limit is 2"):
         await anext(generator.stream([9], params(5)))
     for number, task in enumerate(tasks):
         assert outcome(await task) == by_hand(engine, [3 + number], params(5, seed=number))
@@ -580,8 +580,8 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
 @pytest.mark.parametrize(
     ("data", "error", "sentence"),
     [
-        ([[300, 1, 1]] * 3, EngineError, "generated token 300 and the model has 300 tokens"),
-        ([[-1, 1, 1]] * 3, EngineError, "generated token -1 and"),
+        ([[300, 1, 1]] * 3, EngineError, "generated token 300, but the model has only 300 tokens"),
+        ([[-1, 1, 1]] * 3, EngineError, "generated token -1, but"),
         ([[5, 0, 1]] * 3, PolicyError, "ended this request after 1 tokens without a stop token"),
         (None, EngineError, "failed while this request ran"),
         ([5, 1, 1], EngineError, "failed while this request ran"),
@@ -668,9 +668,9 @@ def test_without_arrays_the_policy_comes_later():
     [
         (
             {"temperature": 0.7},
-            "samples all requests at temperature 0.0 and this request has temperature 0.7",
+            "samples all requests at temperature 0.0, but this request has temperature 0.7",
         ),
-        ({"temperature": 1.0, "top_k": 4}, "and this request has temperature 1.0"),
+        ({"temperature": 1.0, "top_k": 4}, "but this request has temperature 1.0"),
     ],
 )
 async def test_sampling_that_an_engine_cannot_do_is_refused_by_name(wanted, sentence):
@@ -708,7 +708,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        ("nowhere:make", "engine.factory is 'nowhere:make' and is not there"),
+        ("nowhere:make", "engine.factory is 'nowhere:make', but it does not exist"),
         (
             "tests.helpers.foreign_engine",
             "engine.factory is 'tests.helpers.foreign_engine' and is not there",
@@ -719,7 +719,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
             "tests.helpers.foreign_engine:make_motor",
             "'tests.helpers.foreign_engine:make_motor' and is not there",
         ),
-        ("tests.helpers.foreign_engine:not_a_function", "names a int: name a function"),
+        ("tests.helpers.foreign_engine:not_a_function", "but this is a int: name a function"),
         (
             "tests.helpers.foreign_engine:fail",
             r"failed \(RuntimeError: no such chip\): it is called with one EngineRequest",
@@ -730,23 +730,23 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ),
         (
             "tests.helpers.foreign_engine:make_small_engine",
-            "with 2 slots and engine.max_num_seqs is 3: lower engine.max_num_seqs to 2",
+            "with 2 slots, but engine.max_num_seqs is 3: lower engine.max_num_seqs to 2",
         ),
         (
             "tests.helpers.foreign_engine:make_short_engine",
-            "at most 32 tokens and conversations may have 64",
+            "at most 32 tokens, but conversations may have 64",
         ),
         (
             "tests.helpers.foreign_engine:make_short_cache",
-            "holds 63 tokens per slot and conversations may have 64",
+            "holds 63 tokens per slot, but conversations may have 64",
         ),
         (
             "tests.helpers.foreign_engine:make_log_probabilities",
-            "declares log_probabilities and JetStream's interface passes none",
+            "declares log_probabilities, but JetStream's interface passes none",
         ),
         (
             "tests.helpers.foreign_engine:make_alike",
-            "declares sampling_per_request and its insert has no parameter sampling",
+            "declares sampling_per_request, but its insert has no parameter sampling",
         ),
         ("tests.helpers.foreign_engine:make_without_record", "attribute capabilities is a dict"),
         (
@@ -811,6 +811,6 @@ async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token
 def test_quantized_weights_are_not_for_a_foreign_engine():
     with pytest.raises(
         UserError,
-        match=r"engine.weights is int8 and engine.factory tests.helpers.foreign_engine:make_engine",
+        match=r"engine.weights is int8, but engine.factory tests.helpers.foreign_engine:make_engine",
     ):
         opened("tests.helpers.foreign_engine:make_engine", weights="int8")

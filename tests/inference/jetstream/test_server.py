@@ -276,7 +276,7 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             return streamed(stub, tokens_request(prompts[caller], 20))[0]
         except grpc.RpcError as error:
             engine.may_go_on.set()
-            assert "come back later" in error.details()
+            assert "try again later" in error.details()
             return error.code()
 
     def watch() -> None:

@@ -275,7 +275,7 @@ def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
         (vllm(WORDS, {"why": 1}), "ended a completion by .* where 'stop' or 'length'"),
         (vllm(WORDS, "stop"), r"last token \d+ is none of the stop tokens"),
         (vllm([], "stop"), "generated 0 tokens of 40"),
-        (vllm([1] * 41, "length"), "generated 41 tokens and max_new_tokens is 40"),
+        (vllm([1] * 41, "length"), "generated 41 tokens, but max_new_tokens is 40"),
         (
             vllm([*WORDS, END], logprobs=[-1.0]),
             rf"gave 1 log-probabilities for {len(WORDS) + 1} tokens",
@@ -290,8 +290,8 @@ def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
             rf"token ids \d+..300 are outside the vocabulary of {TOKENIZER.vocab_size}",
         ),
         (vllm([-1, END]), r"token ids -1..\d+ are outside the vocabulary"),
-        (vllm([1, END], token_ids=["1", END]), "token_ids that are no list of whole numbers"),
-        (vllm([1, END], token_ids=[True, END]), "token_ids that are no list of whole numbers"),
+        (vllm([1, END], token_ids=["1", END]), "token_ids that are not a list of whole numbers"),
+        (vllm([1, END], token_ids=[True, END]), "token_ids that are not a list of whole numbers"),
         (
             vllm([1, END], prompt_token_ids=[1, 2]),
             rf"read 2 prompt tokens that are not the {len(PROMPT)} sent",
@@ -474,7 +474,9 @@ def test_a_chat_answer_without_a_reply_is_explained(reply, sentence):
 @pytest.mark.parametrize("changes", [{"top_k": 5}, {"min_p": 0.1}, {"stop_token_ids": (5,)}])
 def test_what_a_chat_endpoint_cannot_do_is_refused_and_not_dropped(changes):
     (name,) = changes
-    refused = pytest.raises(RequestError, match=rf"{name} is .* and a chat endpoint takes none")
+    refused = pytest.raises(
+        RequestError, match=rf"{name} is .*, but a chat endpoint does not accept it"
+    )
     with serving(lambda request, before: Answer(content=openai("x"))) as endpoint, refused:
         asyncio.run(generator(endpoint, "chat").generate(PROMPT, params(**changes)))
     assert endpoint.requests == []

@@ -196,17 +196,17 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
     ("flags", "complaint"),
     [
         ("--tokenizer default", (
-            "--tokenizer is default and an index of kind auto does not read it: leave it out, or "
+            "--tokenizer is default, but an index of kind auto does not use it: leave it out, or "
             "give --kind bm25"
         )),
         ("--recall-target 0.9", (
-            "--recall-target is 0.9 and an index of kind auto does not read it: leave it out, or "
+            "--recall-target is 0.9, but an index of kind auto does not use it: leave it out, or "
             "give --kind exact"
         )),
         ("--languages en", "or give --kind graph"),
         (
             "--corpus dump.nt.gz",
-            "dump.nt.gz holds triples and --kind is auto, which builds an index of passages: give "
+            "dump.nt.gz holds triples, but --kind is auto, which builds an index of passages: give "
             "--kind graph",
         ),
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),

@@ -100,10 +100,10 @@ def test_what_a_task_lacks_is_said(graph, tmp_path):
         task(graph, data_dir=str(tmp_path))
     file = tmp_path / "qald_10.json.gz"
     file.write_bytes(gzip.compress(b"[]"))
-    with pytest.raises(UserError, match="is no file of QALD"):
+    with pytest.raises(UserError, match="is not a file of QALD"):
         task(graph, data_dir=str(tmp_path))
     file.write_bytes(gzip.compress(json.dumps({"questions": [{"id": 1, "question": []}]}).encode()))
-    with pytest.raises(UserError, match="question 0: this is no question of QALD"):
+    with pytest.raises(UserError, match="question 0: this is not a question of QALD"):
         task(graph, data_dir=str(tmp_path))
     record = {
         "id": 1,

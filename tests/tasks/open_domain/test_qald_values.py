@@ -254,7 +254,7 @@ def test_an_embedder_that_is_not_there_is_one_sentence_before_any_label_is_looke
 
 def test_a_value_that_is_no_term_names_its_question(folder, tmp_path):
     data = write_questions(tmp_path / "data", [question("odd", [typed("5", "no address")])])
-    with pytest.raises(UserError, match="question 0: this is no question of QALD"):
+    with pytest.raises(UserError, match="question 0: this is not a question of QALD"):
         list(read_qald(data, "en"))
 
 

@@ -225,7 +225,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
     )
     with pytest.raises(
         UserError,
-        match=r"dev\.jsonl, line 2: this is no record of nq \(TypeError: answer is a text",
+        match=r"dev\.jsonl, line 2: this is not a record of nq \(TypeError: answer is a string",
     ):
         list(read_open_records(file, "nq"))
     file.write_text('{"question": " ", "answer": ["Ann"]}\n')
@@ -234,7 +234,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
     ):
         list(read_open_records(file, "nq"))
     file.write_text('["no object"]\n')
-    with pytest.raises(UserError, match=r"line 1: this is no record of hotpotqa \(TypeError"):
+    with pytest.raises(UserError, match=r"line 1: this is not a record of hotpotqa \(TypeError"):
         list(read_open_records(file, "hotpotqa"))
     trivia = tmp_path / "dev.json"
     trivia.write_text('{\n"Version": 1}')
@@ -322,7 +322,7 @@ def test_a_csv_of_another_set_is_refused(tmp_path):
         csv.writer(file).writerows([["Q", "A"], ["Who?", "Ann"]])
     with pytest.raises(
         UserError,
-        match=r"test\.csv, line 2: this is no record of bamboogle \(KeyError: 'Question'\)",
+        match=r"test\.csv, line 2: this is not a record of bamboogle \(KeyError: 'Question'\)",
     ):
         list(read_open_records(tmp_path / "test.csv", "bamboogle"))
 

@@ -249,13 +249,19 @@ def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
         ),
         (
             [{"Q_id": "Q12439", "aliases": ["x"]}],
-            r"line 1: this is no line of id_aliases\.json of 2WikiMultihopQA v1\.1",
+            r"line 1: this is not a line of id_aliases\.json of 2WikiMultihopQA v1\.1",
         ),
-        ([ALIASES[0], {"Q12439": ["Motor City"]}], r"line 2: this is no line of id_aliases\.json"),
-        ([{"Q_id": "Q12439", "aliases": "Motor City", "demonyms": []}], "line 1: this is no line"),
-        ([{"Q_id": 12439, "aliases": [], "demonyms": []}], "line 1: this is no line"),
-        ([{"Q_id": "Q12439", "aliases": [1], "demonyms": []}], "line 1: this is no line"),
-        (["Motor City"], "line 1: this is no line"),
+        (
+            [ALIASES[0], {"Q12439": ["Motor City"]}],
+            r"line 2: this is not a line of id_aliases\.json",
+        ),
+        (
+            [{"Q_id": "Q12439", "aliases": "Motor City", "demonyms": []}],
+            "line 1: this is not a line",
+        ),
+        ([{"Q_id": 12439, "aliases": [], "demonyms": []}], "line 1: this is not a line"),
+        ([{"Q_id": "Q12439", "aliases": [1], "demonyms": []}], "line 1: this is not a line"),
+        (["Motor City"], "line 1: this is not a line"),
         ([], "is blank and contains no alias"),
     ],
 )
