@@ -205,10 +205,7 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert shown.rstrip().endswith("answer: Clara Ibsted")
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
-        assert (
-            "your own question brings no entities and no passages"
-            in capsys.readouterr().err
-        )
+        assert "your own question brings no entities and no passages" in capsys.readouterr().err
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
     assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()
@@ -218,7 +215,9 @@ def test_questions_without_answers_or_gold_passages_are_told_about_another_task(
     lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
     without_gold = [{"_id": q["_id"], "question": q["question"], "answer": "x"} for q in lines]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, without_gold)))
-    with pytest.raises(UserError, match=r"ask them without gold passages with --task\.kind questions"):
+    with pytest.raises(
+        UserError, match=r"ask them without gold passages with --task\.kind questions"
+    ):
         build(folder)
     without_answer = [{"_id": q["_id"], "question": q["question"]} for q in lines]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, without_answer)))
