@@ -8,9 +8,10 @@
 The agent searches the introductions of all Wikipedia articles.
 
 Scores in the paper (EviPath): EM 53.8 and F1 66.4 with a teacher of 70 billion parameters (table
-1), and 50.9 and 63.5 with the untrained model as the teacher (table 3). The untrained model needs no
-endpoint. Use the flags `--method.teacher policy --method.remote.base-url None --method.remote.model
-None --method.remote.mode None --method.remote.tokenizer None --method.remote.concurrency 8`.
+1), and 50.9 and 63.5 with the untrained model as the teacher (table 3). The untrained model needs
+no endpoint. Use the flags `--method.teacher policy --method.remote.base-url None
+--method.remote.model None --method.remote.mode None --method.remote.tokenizer None
+--method.remote.concurrency 8`.
 
 Flags for other rows of the paper, with EM and F1:
 

@@ -29,8 +29,8 @@ def get_config() -> Config:
     task = TwoWikiConfig(
         environment="text",
         data_dir="data/2wikimultihopqa",
-        # 99 is the largest permitted value. It applies to files that are neither train* nor dev*, so
-        # that their questions are held out: this configuration does not train.
+        # 99 is the largest permitted value. It applies to files that are neither train* nor dev*.
+        # This configuration does not train, so it holds out almost all of their questions.
         hold_out_percent=99,
         # Each split is half of the dev file.
         dev_questions=6_288,
