@@ -111,8 +111,8 @@ def leave_incomplete_out(
         return (), (note,)
     if len(incomplete) == questions:
         raise UserError(
-            f"none of the {questions:,} questions in {config.data_dir} has all of its gold "
-            "passages among its own passages, but task.setting distractor needs them (HotpotQA's "
+            f"task.setting is distractor, but none of the {questions:,} questions in "
+            f"{config.data_dir} has all of its gold passages among its own passages (HotpotQA's "
             "fullwiki file lacks them): give other files, or --task.setting open, or "
             "--task.keep-incomplete True to ask these questions anyway"
         )

@@ -252,8 +252,8 @@ def _check_width(row: list[str], columns: list[str], place: str) -> None:
     if len(row) != len(columns):
         raise UserError(
             f"{place}: the row has {len(row)} fields, but the first line names {len(columns)} "
-            f"columns ({', '.join(columns)}): give each row one field for each column, and put a "
-            "field in double quotes if it holds the separator, a quote or a line break"
+            f"columns ({', '.join(columns)}): give each row one field for each column. Put a field "
+            "in double quotes if it holds the separator, a quote or a line break"
         )
 
 
