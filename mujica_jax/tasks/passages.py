@@ -121,7 +121,7 @@ def leave_incomplete_out(
 
 
 class GoldInCorpus:
-    """Find gold passages among the passages that are searched, by title and text.
+    """A lookup of gold passages among the searched passages, by title and text.
 
     A corpus can hold another version of a paragraph (another cut of the article, or a newer text).
     If the corpus has the title but not the text, the passage with that title and the most words in
