@@ -14,8 +14,8 @@ has five steps:
 5. Learn: maximise the clipped objective over all conversations of the attempts, in one or several
    updates.
 
-DAPO differs from GRPO in three ways. It samples dynamically. It clips the ratio less strictly above
-1. Its loss is a mean over tokens instead of a mean over conversations.
+DAPO differs from GRPO in three ways. It samples dynamically. Its upper clip bound is wider. Its
+loss is a mean over tokens instead of a mean over conversations.
 
 Every `rounds_per_evaluation` rounds the policy is committed and evaluated. Each evaluation is one
 row of the table that the run prints at its end.
