@@ -455,7 +455,8 @@ def scored(
 
     Each column holds one number for each token. With importance weights, the column
     `importance_weights` is added. The log-probabilities that the trainer computes before the round
-    then replace the engine's in `sampled_log_probs`. With a KL term, `reference_log_probs` is added.
+    then replace the engine's in `sampled_log_probs`. With a KL term, `reference_log_probs` is
+    added.
 
     The log-probabilities are stored in the round's `scores.npy`, because after a restart in the
     middle of learning neither policy is in memory.

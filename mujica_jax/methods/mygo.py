@@ -139,8 +139,8 @@ def _run_rounds(
         selected = select_trajectories(run, number, sampled)
         cost.accepted = len(selected.trajectories)
 
-        # Learn: maximise the likelihood of these conversations, mixed with some from earlier rounds.
-        # If no trajectory was kept, the policy does not change in this round.
+        # Learn: maximise the likelihood of these conversations, mixed with some from earlier
+        # rounds. If no trajectory was kept, the policy does not change in this round.
         steps = 0
         if selected.rows:
             packed = _pack_with_replay(run, number, selected.rows, replay)

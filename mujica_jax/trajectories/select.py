@@ -1,12 +1,13 @@
 """The selection of trajectories for training: MyGO's threshold, and the groups of GRPO.
 
-**MyGO.** After each batch of questions the threshold K rises with the policy:
+**MyGO.** In each round the threshold K rises with the policy:
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-Here r_mean is the mean reward of the *first* attempts in the batch, r_sup the best possible reward,
-and K' the previous threshold. The paper prints the formula without the factor one half. Its K would
-be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and r_sup.
+Here r_mean is the mean reward of the round's *first* attempts, r_sup the best possible reward, and
+K' the threshold of the round before. The paper prints the formula without the factor one half. Its
+K would be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and
+r_sup.
 
 A trajectory is kept if its reward is above K or equal to r_sup. Without the second case, K = r_sup
 would reject every trajectory. At most `keep_per_question` trajectories of a question are kept.
@@ -37,7 +38,7 @@ MIN_MEMBERS = 2
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
-    """Return the threshold K after a batch. It never falls."""
+    """Return the threshold K of a round. It never falls."""
     return max(previous_k, (mean_first_attempt_reward / best_reward + 1.0) / 2.0 * best_reward)
 
 
