@@ -266,7 +266,7 @@ def _end_file(number: int) -> str:
 def _sample_round(
     run: Run, state: PhaseState, number: int, first_question: int
 ) -> list[Trajectory]:
-    """Return all trajectories of a round, including those of groups that are not learnt.
+    """Return all trajectories of a round, also of groups that are not learnt.
 
     If an earlier start sampled the round, its trajectories are read from the run directory.
     """

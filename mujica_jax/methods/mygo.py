@@ -37,8 +37,8 @@ All differences from the paper:
   K = r_sup.
 - The paper chooses a starting value of K for each data set and does not print these values. Ours
   is 0 unless `initial_threshold` sets another value.
-- If a trajectory repeats the planner conversation of one that is already kept for the question, it
-  is dropped and does not count towards m.
+- A trajectory is dropped if another kept trajectory of the question has the same planner
+  conversation. It does not count towards m.
 - After the first attempts, the questions of a shard that still need trajectories are tried in waves
   of 1, 2, 4, ... attempts. Waves keep the engine's batch full. Good trajectories beyond m are
   dropped.

@@ -72,8 +72,8 @@ def select(
     """Return at most `keep_per_question` accepted trajectories of each question.
 
     Earlier attempts are preferred. A trajectory without a reward is not accepted. A trajectory is
-    also dropped if its first conversation, the planner's, has the same tokens as one that is
-    already kept for the question. Otherwise the same text would count twice.
+    also dropped if another kept trajectory of the question has the same tokens in its first
+    conversation, the planner's. Otherwise the same text would count twice.
 
     The result has the questions in the order in which they first appear, and the attempts at a
     question in ascending order. It does not depend on the order in which the attempts at a question
