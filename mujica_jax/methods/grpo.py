@@ -9,8 +9,8 @@ has five steps:
    batches of questions were sampled.
 3. Compare: compute the advantage of each attempt from its reward and the rewards of its group
    (`losses.policy.group_advantages`).
-4. Score: before the policy learns, compute the log-probabilities of the sampled tokens. Those of
-   the trainer give the importance weights. Those of the reference policy give the KL term.
+4. Score: before the policy learns, compute the log-probabilities of the sampled tokens. The
+   trainer's values give the importance weights, and the reference policy's values the KL term.
 5. Learn: maximise the clipped objective over all conversations of the attempts, in one or several
    updates.
 

@@ -279,8 +279,8 @@ def _array_records(
 ) -> Iterator[tuple[int, object]]:
     """Yield the line number and the value of each record of a JSON array.
 
-    The opening bracket on line `line_number` was read already. The line number of a record is that
-    of its first character.
+    The opening bracket on line `line_number` was read already. A record's line number is
+    the line of its first character.
     """
     reader = _ArrayReader(path, file, line_number)
     while reader.next_character() != "]":
