@@ -22,7 +22,7 @@ What can be evaluated:
   chooses the prompts (docs/guides/endpoints.md).
 
 A policy of a run plays the agent that it was trained as, even if the configuration names another
-agent; a console line then says so. Flags `--agent.*` change the agent. If `--agent.kind` names the
+agent. A console line then says so. Flags `--agent.*` change the agent. If `--agent.kind` names the
 agent of the configuration, that agent is played with all its settings from the configuration.
 
 Other flags change what is evaluated: the seed, the number of questions, limits, or the environment.

@@ -243,7 +243,8 @@ class Trajectory:
     attempt: int
     policy_version: int
     seed: int
-    # Each conversation becomes a training row of its own. The first one holds the final answer.
+    # Each conversation is learnt on its own, without the others. The first one holds the final
+    # answer.
     conversations: tuple[Conversation, ...]
     answer: str
     reward: float = 0.0

@@ -3,9 +3,10 @@
     python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] \\
         [--adapter DIR] --port 9000
 
-The checkpoint is given as for `mujica_jax.eval`. It is a run directory, whose latest policy is
-served unless `--policy` names another one, or a model, to which `--adapter` can add a LoRA adapter.
-Ctrl-C or SIGTERM ends the program after it has answered the requests that are being processed.
+The checkpoint is given as for `mujica_jax.eval`. It is a run directory or a model. The latest
+policy of a run is served, unless `--policy` names another one. `--adapter` adds a LoRA adapter to a
+model. Ctrl-C or SIGTERM ends the program after it has answered the requests that are being
+processed.
 """
 
 import dataclasses

@@ -733,8 +733,8 @@ def opening(
 ) -> Opening:
     """Return the system prompt and the worked examples of a role.
 
-    - `mode` `brief` gives one line, for models that were trained on the format. `zero_shot` gives
-      the rules. `few_shot` gives the rules, and worked examples as chat turns.
+    - `mode` is one of three. `brief` gives one line, for models that were trained on the format.
+      `zero_shot` gives the rules. `few_shot` gives the rules, and worked examples as chat turns.
     - If `parallel` is False, the rules ask the planner for one search in each turn. The example with
       two searches in a turn is then left out.
     - If `split` is False, there are no workers. The rules and examples of the planner then say that

@@ -48,8 +48,8 @@ class MygoConfig:
     # this value. At 0, every trajectory with a reward above 0 is kept. At the highest reward, only
     # trajectories that reach it are kept.
     initial_threshold: float = 0.0
-    # Amount of replay: packed rows of earlier rounds and of the warm-up that are mixed into a
-    # round, as a multiple of the new rows. 0: no replay.
+    # Amount of replay: conversations of earlier rounds and of the warm-up that are mixed into a
+    # round. Their number is this multiple of the number of new conversations. 0: no replay.
     replay: NonNegativeFloat
 
     @property
@@ -302,8 +302,8 @@ class StagedRewardConfig:
     # First round of the second stage. The paper does not give this number. The default gives each
     # stage half of the paper's 500 rounds.
     stage_two_round: NonNegativeInt = 251
-    # Reward of one search: added to a wrong answer in the first stage, and subtracted from a right
-    # answer in the second stage (beta, equations 10 and 11).
+    # Reward of one search (beta, equations 10 and 11). It is added to a wrong answer in the first
+    # stage, and subtracted from a right answer in the second stage.
     beta: NonNegativeFloat = 0.3
     # How an answer is judged as right. exact_match: by the scoring rule of the task. judge: by the
     # model of the section judge, as in the paper.

@@ -42,8 +42,8 @@ MIN_SEQUENCE_LENGTH = 2
 MAX_PORT = 65535
 # Maximum of `faults.repeats`.
 MAX_REPEATS = 100
-# The seed of a sampled episode is 1000 * `seed` plus the number of its round, and is
-# stored in 64 bits.
+# The seed of a sampled episode is 1000 * `seed` plus the number of its round. It is stored in 64
+# bits.
 MAX_SEED = 2**31 - 1
 # Earlier releases did not keep official splits.
 BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}

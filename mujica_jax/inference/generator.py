@@ -21,7 +21,7 @@ from mujica_jax.inference.requests import Completion, RequestError, SamplingPara
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The features of an engine. A request that needs more raises an error that names the setting."""
+    """The features of an engine. A request for more raises an error that names the setting."""
 
     # Whether each request may have its own temperature, seed, top_k, top_p and min_p.
     sampling_per_request: bool

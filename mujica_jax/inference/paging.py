@@ -9,9 +9,9 @@ request reuses the pages of the longest path that matches its prompt, and only t
 prompt is computed.
 
 A page that several sequences read is never written. If a prompt matches only the first tokens of a
-page, the request gets a copy of that page (copy on write). There is one exception: if the prompt
-matches all tokens of a partly filled leaf and no other request reads the leaf, the request takes
-this page out of the tree and continues to fill it.
+page, the request gets a copy of that page (copy on write). There is one exception. The prompt may
+match all tokens of a partly filled leaf that no other request reads. The request then takes this
+page out of the tree and continues to fill it.
 
 When a request ends, its pages stay in the tree until memory is needed. Then the least recently used
 leaves are evicted (LRU).

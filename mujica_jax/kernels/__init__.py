@@ -83,10 +83,11 @@ class PagedAttention(Protocol):
     ) -> Float[Array, "requests time heads head_dim"]:
         """Return the attention of each request over a shared prefix and a row of the cache.
 
-        `row_table` has four columns: the index of the cache row, the number of tokens of this row
-        that the first query sees, the index of the prefix, and the number of tokens of the prefix
-        that all queries see. Each query after the first sees one more token of the row. If a
-        request sees 0 tokens of its row, its result is 0. The function is not differentiable.
+        `row_table` has four columns. The first two are the index of the cache row and the number of
+        its tokens that the first query sees. The last two are the index of the prefix and the
+        number of its tokens that all queries see. Each query after the first sees one more token of
+        the row. If a request sees 0 tokens of its row, its result is 0. The function is not
+        differentiable.
         """
         ...
 

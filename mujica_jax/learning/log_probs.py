@@ -340,9 +340,9 @@ def _sum_to_parts(
 ) -> Float[Array, "vocab part"]:
     """Sum the gradient of the table over devices, and return this device's part of the columns.
 
-    On CPU each device first computes the whole sum and then cuts out its part. The direct way,
-    reduce-scatter, is sometimes wrong there: between processes XLA uses gloo, which occasionally
-    gives the first process wrong numbers for parts of some megabytes (jax-ml/jax#40830).
+    On CPU each device first computes the whole sum and then cuts out its part. The direct way would
+    be reduce-scatter. Between processes on CPU, XLA runs it with gloo, which occasionally gives the
+    first process wrong numbers for parts of some megabytes (jax-ml/jax#40830).
     """
     if not table_axes:
         return table_gradient

@@ -9,13 +9,13 @@ has five steps:
    batches of questions were sampled.
 3. Compare: compute the advantage of each attempt from its reward and the rewards of its group
    (`losses.policy.group_advantages`).
-4. Score: before the policy learns, compute the log-probabilities of the sampled tokens. Those of
-   the trainer give the importance weights. Those of the reference policy give the KL term.
+4. Score: before the policy learns, compute the log-probabilities of the sampled tokens. The
+   trainer's values give the importance weights, and the reference policy's values the KL term.
 5. Learn: maximise the clipped objective over all conversations of the attempts, in one or several
    updates.
 
-DAPO differs from GRPO in three ways. It samples dynamically. It clips the ratio less strictly above
-1. Its loss is a mean over tokens instead of a mean over conversations.
+DAPO differs from GRPO in three ways. It samples dynamically. Its upper clip bound is wider. Its
+loss is a mean over tokens instead of a mean over conversations.
 
 Every `rounds_per_evaluation` rounds the policy is committed and evaluated. Each evaluation is one
 row of the table that the run prints at its end.
@@ -266,7 +266,7 @@ def _end_file(number: int) -> str:
 def _sample_round(
     run: Run, state: PhaseState, number: int, first_question: int
 ) -> list[Trajectory]:
-    """Return all trajectories of a round, including those of groups that are not learnt.
+    """Return all trajectories of a round, also of groups that are not learnt.
 
     If an earlier start sampled the round, its trajectories are read from the run directory.
     """
@@ -455,7 +455,8 @@ def scored(
 
     Each column holds one number for each token. With importance weights, the column
     `importance_weights` is added. The log-probabilities that the trainer computes before the round
-    then replace the engine's in `sampled_log_probs`. With a KL term, `reference_log_probs` is added.
+    then replace the engine's in `sampled_log_probs`. With a KL term, `reference_log_probs` is
+    added.
 
     The log-probabilities are stored in the round's `scores.npy`, because after a restart in the
     middle of learning neither policy is in memory.

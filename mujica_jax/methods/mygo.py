@@ -12,8 +12,8 @@ r_sup is the best possible reward. `trajectories.select` explains how we read th
 
 The policy tries a question until m trajectories are kept (`keep_per_question`) or `max_attempts`
 attempts are used up. In the agent Mujica a planner asks sub-questions, and a worker answers each of
-them from search results. A kept trajectory therefore becomes several training rows: one for the
-planner's conversation, and one for the conversation of each worker.
+them from search results. A kept trajectory therefore gives several conversations to learn: the
+conversation of the planner, and one for each worker.
 
 `schedule` decides which policy samples a round:
 
@@ -37,13 +37,14 @@ All differences from the paper:
   K = r_sup.
 - The paper chooses a starting value of K for each data set and does not print these values. Ours
   is 0 unless `initial_threshold` sets another value.
-- If a trajectory repeats the planner conversation of one that is already kept for the question, it
-  is dropped and does not count towards m.
+- A trajectory is dropped if another kept trajectory of the question has the same planner
+  conversation. It does not count towards m.
 - After the first attempts, the questions of a shard that still need trajectories are tried in waves
   of 1, 2, 4, ... attempts. Waves keep the engine's batch full. Good trajectories beyond m are
   dropped.
 - The paper's reward is F1. Ours is the reward that the configuration names (`rewards`).
-- A round also replays rows of earlier rounds and of the warm-up's correct trajectories (`replay`).
+- A round also replays conversations of earlier rounds and of the warm-up's correct trajectories
+  (`replay`).
 - A round may learn its rows in several epochs (`epochs`). The paper does not say how many it uses.
 - Conversations are packed into rows, and every trained token of a batch has the same weight. A long
   conversation therefore weighs more than a short one. The paper's objective sums over a trajectory,
@@ -134,12 +135,12 @@ def _run_rounds(
         cost.forward_tokens = tokens_of(sampled.trajectories)
 
         # Select: keep the trajectories that beat K, at most `keep_per_question` for each question.
-        # Their conversations become the rows that are learnt.
+        # Their conversations are learnt.
         selected = select_trajectories(run, number, sampled)
         cost.accepted = len(selected.trajectories)
 
-        # Learn: maximise the likelihood of these rows, mixed with rows from earlier rounds. If no
-        # trajectory was kept, the policy does not change in this round.
+        # Learn: maximise the likelihood of these conversations, mixed with some from earlier
+        # rounds. If no trajectory was kept, the policy does not change in this round.
         steps = 0
         if selected.rows:
             packed = _pack_with_replay(run, number, selected.rows, replay)
@@ -538,7 +539,7 @@ def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selecti
 
 
 def _why_nothing_is_learnt(run: Run, sampled: SampledRound, selected: Selection) -> str:
-    """Return the sentence that explains why a round has no training rows.
+    """Return the sentence that explains why a round has nothing to learn.
 
     Either no trajectory beat K, or all conversations of the kept trajectories are too long.
     """

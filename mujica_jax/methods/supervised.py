@@ -1,10 +1,10 @@
 """Supervised training before and beside a method: the warm-up and the control run.
 
 The warm-up teaches the policy the format of conversations. The policy learns a fixed set of
-demonstrations by maximum likelihood. A script writes them, or a checkpoint samples them: it is
-shown worked examples, its trajectories with EM = 1 are kept, and they are learnt without the
-examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch first learns plain text about
-the training part of the task, which replaces pre-training.
+demonstrations by maximum likelihood. A script writes them, or a checkpoint samples them after it
+was shown worked examples. In the second case, only trajectories with EM = 1 are kept. They are
+learnt without the examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch first
+learns plain text about the training part of the task, which replaces pre-training.
 
 The control run shows what the method's computation achieves if it is spent on the demonstrations
 alone. It starts from the state after the warm-up and trains on the same rows, with the method's

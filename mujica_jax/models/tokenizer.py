@@ -108,7 +108,8 @@ class Tokenizer:
         self._template_place = template_place
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
 
-        # The three encoders: one produces all added tokens, one only protocol tags, one no added token.
+        # The three encoders: one produces all added tokens, one only protocol tags, one no added
+        # token.
         added_tokens = self._backend.get_added_tokens_decoder().items()
         added = {token.content: id for id, token in added_tokens}
         self._added_ids = frozenset(added.values())

@@ -4,7 +4,7 @@ A run that is resumed does not write a step twice.
 
 Weights & Biases is an optional package, which is imported only if the configuration asks for it. As
 in `metrics.jsonl`, every phase counts its own steps. A run directory on local disk is one run at
-Weights & Biases: a restart finds the run's identifier in the directory's `wandb/` folder and adds
+Weights & Biases. A restart finds the run's identifier in the directory's `wandb/` folder and adds
 the new lines. If the run directory is in a bucket, the folder is `./wandb`, and each start becomes
 a separate run. If a run is killed while it sends a line, that line is only in `metrics.jsonl`. In
 offline mode nothing leaves the machine until you call `wandb sync DIR/wandb/offline-run-*`.

@@ -204,8 +204,8 @@ def use_weights(
 ) -> None:
     """Copy weights into the engine, so that it samples from them.
 
-    `weights` belong to a model with the structure of `decoder`, `storage` is the type in which the
-    engine stores them, and `version` is the version of the policy. The function returns when the
+    `weights` belong to a model with the structure of `decoder`. `storage` is the type in which the
+    engine stores them. `version` is the version of the policy. The function returns when the
     copy is complete. A copy is needed because training reuses its buffers.
     """
     stored_weights = engine_weights(weights, decoder.config, storage, decoder.dtype)

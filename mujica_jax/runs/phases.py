@@ -15,8 +15,8 @@ from mujica_jax.report.results import PhaseRow
 
 # A function that returns a training state. It may load the state when it is called.
 GetState = Callable[[], TrainState]
-# Values of the key `phase` in metrics.jsonl, and names of stages of the clock
-# (docs/reference/metrics.md).
+# Values of the key `phase` in metrics.jsonl, and names of the stages that `report.stage_clock`
+# times (docs/reference/metrics.md).
 SAMPLING = "sampling"
 EVALUATING = "evaluating"
 LEARNING = "learning"
@@ -30,7 +30,8 @@ class Phase:
     """The identity of a phase.
 
     Attributes:
-        name: The name of the phase in the closing table and in file names.
+        name: The name of the phase in file names and in the closing table (the table that a run
+            prints at its end).
         step: The step of its lines in metrics.jsonl, and the version of the policy after it.
         prefix: A prefix for the names of these lines. It separates a phase that is not part of the
             method, such as the control run, from the others.

@@ -2,9 +2,8 @@
 
 A unit of work is the set of episodes that are stored together in one shard. Its result depends only
 on its attempts and on the policy. It therefore does not matter which process plays the unit, on
-which host, or after how many restarts. A unit is played once. A process that needs its
-trajectories later reads the shard. When all units of a round are played, `DONE.json` lists the
-round's shards.
+which host, or after how many restarts. A unit is played once. A process that needs its trajectories
+later reads the shard. When all units of a round are played, `DONE.json` lists the round's shards.
 """
 
 import asyncio
@@ -226,7 +225,7 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 def gather(
     store: RunDirectory, name: str, own_trajectories: Sequence[Trajectory]
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of all processes, in the order that the work had at first.
+    """Return the trajectories of all processes, in the order of the undivided work.
 
     `distributed.shard_for_process` divided the work among the processes. Each process stores its
     own trajectories in a file, waits for the others, and reads all files. `name` is part of the

@@ -33,7 +33,7 @@ MAX_YEARS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The names and values from which documents are made. They are from the training side."""
+    """The names and values from which documents are made. None comes from dev or test."""
 
     # Labels of entities, by kind of entity.
     labels: Mapping[str, Sequence[str]]

@@ -141,7 +141,7 @@ class ParagraphTask(Protocol):
 class FromScratchTask(Protocol):
     """A task with everything that a model from scratch needs besides questions.
 
-    Demonstrations and texts come from the training side only, never from dev or test.
+    Demonstrations and texts never come from the splits dev and test.
     """
 
     def demonstrations(self) -> Iterable[tuple[Question, Environment]]:

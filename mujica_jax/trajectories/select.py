@@ -1,17 +1,18 @@
 """The selection of trajectories for training: MyGO's threshold, and the groups of GRPO.
 
-**MyGO.** After each batch of questions the threshold K rises with the policy:
+**MyGO.** In each round the threshold K rises with the policy:
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-Here r_mean is the mean reward of the *first* attempts in the batch, r_sup the best possible reward,
-and K' the previous threshold. The paper prints the formula without the factor one half. Its K would
-be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and r_sup.
+Here r_mean is the mean reward of the round's *first* attempts, r_sup the best possible reward, and
+K' the threshold of the round before. The paper prints the formula without the factor one half. Its
+K would be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and
+r_sup.
 
 A trajectory is kept if its reward is above K or equal to r_sup. Without the second case, K = r_sup
 would reject every trajectory. At most `keep_per_question` trajectories of a question are kept.
-Training maximises the likelihood of the planner's conversation and of each worker's conversation,
-as independent rows.
+Training maximises the likelihood of the planner's conversation and of each worker's conversation.
+Each conversation is learnt on its own.
 
 **GRPO.** All attempts at the same question are a group, and training compares each attempt with its
 group. If a search or the judge failed, the attempt has no reward and is left out of its group.
@@ -37,7 +38,7 @@ MIN_MEMBERS = 2
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
-    """Return the threshold K after a batch. It never falls."""
+    """Return the threshold K of a round. It never falls."""
     return max(previous_k, (mean_first_attempt_reward / best_reward + 1.0) / 2.0 * best_reward)
 
 
@@ -71,8 +72,8 @@ def select(
     """Return at most `keep_per_question` accepted trajectories of each question.
 
     Earlier attempts are preferred. A trajectory without a reward is not accepted. A trajectory is
-    also dropped if its first conversation, the planner's, has the same tokens as one that is
-    already kept for the question. Otherwise the same text would count twice.
+    also dropped if another kept trajectory of the question has the same tokens in its first
+    conversation, the planner's. Otherwise the same text would count twice.
 
     The result has the questions in the order in which they first appear, and the attempts at a
     question in ascending order. It does not depend on the order in which the attempts at a question
@@ -98,7 +99,7 @@ def select(
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
     """Return all conversations of the trajectories.
 
-    Each conversation, of a planner or of a worker, is an independent row for maximum likelihood.
+    Each conversation, of a planner or of a worker, is learnt on its own.
     """
     return [
         conversation for trajectory in trajectories for conversation in trajectory.conversations

@@ -16,9 +16,9 @@ the engine, all from one thread:
   begin-of-sequence token is added. The result is the prefix, or a pair `(prefix, ResultTokens)`
   with the first generated token, as in later versions of JetStream and in MaxText's MaxEngine.
 - `insert(prefix, decode_state, slot=)` puts a prefix into a slot and returns the new decode state.
-- `generate(params, decode_state)` generates one or more tokens for each slot. If the tokens of a
-  slot become invalid without a stop token before them, the generator ends the request with an
-  error: the policy's numbers were not finite, or the engine's cache is full.
+- `generate(params, decode_state)` generates one or more tokens for each slot. The tokens of a slot
+  are invalid if the policy's numbers were not finite or the engine's cache is full. Without a stop
+  token before them, the generator ends the request with an error.
 - `free_resource(slot)` is called when the request of a slot has ended, if the engine has this
   method.
 

@@ -164,7 +164,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
 
 
 class _TreeProgress:
-    """The progress display of the finished trees."""
+    """A display of the number of finished trees."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

@@ -24,12 +24,12 @@ both branches of every decision are scored, so that pairs can also prefer memory
 stopping to going on. This does not change which branches are expanded. Queries are then scored even
 if memory was good enough, and sub-questions even if the vote ends the tree.
 
-If no sample took one of the two termination decisions, k samples of it are forced: each keeps the
-thought of an earlier sample and takes the other decision. Forced samples are scored for pairs and
-never expanded. Stopping is not forced before the first step, because there is nothing to answer
-from (the paper's prompt in table 4 forbids it). Going on is not forced if no iteration is left. A
-full tree plays no episodes and forces nothing. Without `score_both_branches`, a branch that is not
-expanded costs nothing and gives no pair.
+The two termination decisions are to stop and to go on. If no sample took one of them, k samples of
+it are forced. Each keeps the thought of an earlier sample and takes the other decision. Forced
+samples are scored for pairs and never expanded. Stopping is not forced before the first step,
+because there is nothing to answer from (the paper's prompt in table 4 forbids it). Going on is not
+forced if no iteration is left. A full tree plays no episodes and forces nothing. Without
+`score_both_branches`, a branch that is not expanded costs nothing and gives no pair.
 
 **Second model.** A second model may write the tree (`methods/decex/writer.py`), except the
 executions of retrieval decisions, which the policy writes. The second model also plays the episodes

@@ -30,9 +30,9 @@ answers in text. Accepted text is tokenised once, with the policy's tokenizer.
 Differences from the paper:
 
 - The paper names no filter. We parse and check every turn, and try again with another seed, at most
-  `max_tries` times. The checks are: the format, whether sub-questions can be asked
-  (`evidence.is_askable`), whether the answer is the gold answer, whether the evidence is in the
-  pool, whether exactly this evidence is selected, and whether the evidence states the answer.
+  `max_tries` times. An accepted turn has the right format. Its sub-questions can be asked
+  (`evidence.is_askable`), and its answer is the gold answer. Its evidence is in the pool and states
+  the answer, and exactly this evidence is selected.
 - An accepted turn is written again from its parsed fields, so that nothing else of a reply is
   learnt.
 - We put the plan at the beginning of the first thought, because equation 7 learns it and table 8

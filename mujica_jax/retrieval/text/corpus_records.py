@@ -135,7 +135,7 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _is_hidden(member: str) -> bool:
-    """Return whether a file in an archive is hidden, or is one that macOS adds.
+    """Return whether a file in an archive is hidden, or was added by macOS.
 
     macOS adds `._NAME`, `.DS_Store` and `__MACOSX/`.
     """
@@ -279,8 +279,8 @@ def _array_records(
 ) -> Iterator[tuple[int, object]]:
     """Yield the line number and the value of each record of a JSON array.
 
-    The opening bracket on line `line_number` was read already. The number is that of the line on
-    which the record begins.
+    The opening bracket on line `line_number` was read already. A record's line number is
+    the line of its first character.
     """
     reader = _ArrayReader(path, file, line_number)
     while reader.next_character() != "]":

@@ -3,7 +3,8 @@
 ScaNN uses a tree of partitions, asymmetric hashing and exact reordering. For each query it scores
 the nearest partitions by four-bit hashes of two dimensions each, and the best of these again by
 vectors of eight bits. The parameters follow from the size of the corpus and stand in the index's
-manifest. A small corpus is scored whole. A saved index is loaded without building anything.
+manifest. In a small corpus every passage is scored. A saved index is loaded without building
+anything.
 
 The files are written in chunks, so the embeddings of a corpus are never in memory as a whole.
 ScaNN's own builder takes float32 of all rows and copies them, which is more than four times the
@@ -50,42 +51,54 @@ from mujica_jax.retrieval.text.scann_package import (
 from mujica_jax.retrieval.text.vectors import Embeddings
 from mujica_jax.storage.local import sync
 
-MIN_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
-# Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of
-# recall@5, 3,100 rows cost 0.3.
+# A corpus with fewer rows has no tree and no hashes. Trained on so few rows, they would cost recall
+# and save no time.
+MIN_ROWS = 1024
+# The embeddings of questions are far from those of passages. With 1,900 of 6,119 rows scored,
+# recall@5 is 3.1 points lower. With 3,100 rows it is 0.3 points lower.
 MIN_ROWS_SCORED = 16_384
-SHARE_SEARCHED = 0.3  # of the partitions
-# The least number of rows in the sample. Sample and partitions take the most memory while an index
-# is built.
+# Share of the partitions that a search looks into.
+SHARE_SEARCHED = 0.3
+# Smallest number of rows in the sample that an index is trained on. Sample and partitions take the
+# most memory while an index is built.
 TRAINING_ROWS = 50_000
+# Number of rows in the sample for each leaf, which is a partition.
 TRAINING_ROWS_A_LEAF = 64
-REORDERED_OF_K = 10  # candidates of a search for each result
+# Number of candidates that are scored again, for each result of a search.
+REORDERED_OF_K = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScannParameters:
     """The parameters that an index is built with."""
 
-    leaves: int  # partitions; 0: all rows are scored, without hashes
+    # Number of partitions. 0: all rows are scored, without hashes.
+    leaves: int
+    # Number of partitions that a search looks into.
     leaves_searched: int
-    spherical: bool = False  # the centres of partitions have length 1
-    dimensions_a_block: int = 2  # that share four bits
-    # Weighs the error along a vector, which changes inner products, above the error across it.
+    # Whether the centres of partitions have length 1.
+    spherical: bool = False
+    # Number of dimensions that share a code of four bits.
+    dimensions_a_block: int = 2
+    # ScaNN's threshold for anisotropic hashing. An error along a vector changes inner products, so
+    # it weighs more than an error across the vector.
     anisotropic_threshold: float = 0.2
+    # Number of rows in the sample that the index is trained on.
     training_rows: int
-    reordered: int  # candidates that are scored again, at least
+    # Smallest number of candidates that are scored again.
+    reordered: int
 
 
 def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
     """Return the parameters for a corpus with this many rows.
 
-    It has about sqrt(rows) partitions of sqrt(rows) rows. A search looks into three tenths of them,
-    or into more where these would hold fewer than MIN_ROWS_SCORED rows.
+    The index has about sqrt(rows) partitions of sqrt(rows) rows. A search looks into three tenths
+    of them, or into more if these hold fewer than MIN_ROWS_SCORED rows.
 
     The nearest partitions are those whose centres have the largest products with the query. The
-    mean of a partition is the shorter the wider the partition is spread, so among embeddings of
-    length 1 its length would say nothing about its passages: there the centres have length 1 as
-    well.
+    wider a partition is spread, the shorter is the mean of its embeddings. If all embeddings have
+    length 1, the length of this mean says nothing about the passages. Such partitions therefore
+    have centres of length 1 too.
     """
     if rows < MIN_ROWS:
         return ScannParameters(leaves=0, leaves_searched=0, training_rows=0, reordered=0)

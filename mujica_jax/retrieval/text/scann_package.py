@@ -1,7 +1,7 @@
 """The package ScaNN: its import, and two workarounds for what ScaNN 1.4.2 lacks.
 
-A newer ScaNN makes a workaround superfluous if it can add rows to an index in chunks (the first), or if its
-wheels detect the vector instructions of the processor (the second).
+The first workaround can be removed when ScaNN can add rows to an index in chunks. The second can be
+removed when its wheels detect the vector instructions of the processor.
 """
 
 import ctypes

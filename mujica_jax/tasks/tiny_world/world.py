@@ -217,7 +217,7 @@ class TinyWorld:
         return (world_part, number) if number < len(world_part.labels) else None
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Yield questions, names and triples of the two parts of the training side.
+        """Yield questions, names and triples of the parts `demonstration` and `train`.
 
         Dev and test are not even generated for it.
         """

@@ -232,7 +232,7 @@ class TwoWiki:
                 yield renamed_copy(plan, self._name_parts, number, self.config.top_k)
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Return documents of the training side, without end.
+        """Return documents without end, made from the training split.
 
         Over graphs they list facts of renamed copies (`pretraining_text.py`). Over passages they
         are gold passages of training questions.
