@@ -412,7 +412,7 @@ def _chunking(arguments: argparse.Namespace, corpus: Sequence[str]) -> Chunking:
     if chosen and not any(map(is_document, corpus)):
         raise UserError(
             "--chunk-tokens and --chunk-overlap are for documents "
-            f"({', '.join(DOCUMENT_SUFFIXES)}), and the corpus holds none: leave them out"
+            f"({', '.join(DOCUMENT_SUFFIXES)}), but the corpus holds none: leave them out"
         )
     chunking = Chunking(**chosen)
     chunking.check()

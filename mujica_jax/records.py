@@ -15,9 +15,10 @@ TurnRole = Literal["context", "model"]
 
 
 class StopReason(enum.StrEnum):
-    """Why an episode ended.
+    """The reason why an episode ended.
 
-    Only an ANSWERED episode has an answer to score. Every other reason scores zero.
+    Only an ANSWERED episode has an answer to score. Episodes with another reason score zero, except
+    RETRIEVER_FAILED: such an episode is left out of training and of scores.
     """
 
     # The agent finished with an <answer> tag.
@@ -110,7 +111,7 @@ def _composed(text: str) -> str:
 
 # The suffix of `Question.kind` for a question whose facts are common knowledge.
 KNOWN = ", known"
-# What a model answers in place of a fact that it cannot recall.
+# The answer of a model that cannot recall a fact.
 UNKNOWN = "unknown"
 
 
@@ -128,8 +129,9 @@ class Question:
     evidences: tuple[Evidence, ...] = ()
     # The question type that the data set gives, for example "compositional" or "comparison".
     kind: str = ""
-    # The gold answers of a question that asks for several things, as nested tuples: annotations,
-    # then the answers of an annotation, then the aliases of an answer. `answers` lists all aliases.
+    # The gold answers of a question that asks for several things. An annotation is the list of
+    # answers that one annotator gave. The nested tuples are annotations, the answers of each
+    # annotation, and the aliases of each answer. `answers` lists all aliases.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
@@ -204,7 +206,7 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """One sub-question and its result: a node in the graph of sub-questions."""
+    """One sub-question of an episode, and its result."""
 
     # The turn of the planner that asked the sub-question, counted from 0.
     iteration: int

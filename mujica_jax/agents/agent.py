@@ -20,7 +20,8 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards.reward import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
 
-# The time between two polls. One call of the engine takes about as long, a poll microseconds.
+# The time between two polls. A call of the engine takes about as long, and a poll takes
+# microseconds.
 POLL_SECONDS = 0.1
 
 EnvironmentOf = Callable[[Question], Environment]
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt at a question. `number` tells apart the attempts at the same question."""
+    """One attempt at a question. `number` counts the attempts at the same question, from 0."""
 
     question: Question
     number: int
@@ -86,9 +87,9 @@ class EnginePolicy:
 
 
 class TwoPolicies:
-    """A policy of two models: one writes the worker's turns, the other one all other turns.
+    """A policy of two models: one writes the worker's turns, and the other writes all other turns.
 
-    The attribute `role` of the agent's state tells them apart.
+    The attribute `role` of the agent's state says whose turn it is.
     """
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
@@ -115,7 +116,7 @@ class Agent(Protocol):
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """Play one episode and return its record, without a reward.
 
-        A malformed turn ends the episode with a `StopReason`. It never raises an exception.
+        A malformed turn raises no exception. It ends the episode with a `StopReason`.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Mujica's prompts for planner and worker, and the parsers of their turns.
 
-Tags and fields are those of the prompt tables of the paper (Mujica-MyGO, first version, tables
-7-10). As in the paper, worked examples are chat turns. The wording of the prompts and the examples
-are our own.
+The tags and fields come from the prompt tables of the paper (Mujica-MyGO, first version, tables
+7-10). As in the paper, worked examples are chat turns. The wording and the examples are our own.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
                      <think> ... </think> <answer> ... </answer>
@@ -22,8 +21,8 @@ field counts. Text that cannot be parsed is counted: see `PlannerAction.unreadab
 `WorkerReply.well_formed`.
 
 Text from environments, from users and from the other role enters a prompt through
-`Tokenizer.encode_plain`, which neutralises these tags. Such text is put on one line. It can then
-neither end a field nor look like another numbered material.
+`Tokenizer.encode_plain`, which replaces the angle brackets of these tags. Such text is put on one
+line. It can then neither end a field nor look like another numbered search result.
 """
 
 import dataclasses
@@ -734,8 +733,8 @@ def opening(
 ) -> Opening:
     """Return the system prompt and the worked examples of a role.
 
-    - `mode` is `brief` for one line, for models that were trained on the format; `zero_shot` for
-      the rules; `few_shot` for the rules and worked examples as chat turns.
+    - `mode` `brief` gives one line, for models that were trained on the format. `zero_shot` gives
+      the rules. `few_shot` gives the rules, and worked examples as chat turns.
     - If `parallel` is False, the rules ask the planner for one search in each turn. The example with
       two searches in a turn is then left out.
     - If `split` is False, there are no workers. The rules and examples of the planner then say that

@@ -387,11 +387,10 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
     is_from_scratch = method.teacher == "policy" and config.init is None
     if is_from_scratch and method.mode != "deductive" and not is_taught(config):
         raise UserError(
-            f"method.mode {method.mode} needs a policy that knows the prompts of the teacher, but "
-            "a policy from scratch only learns them in a scripted warm-up, and warmup.steps is "
-            f"{config.warmup.steps} and warmup.source {config.warmup.source}: give --warmup.steps "
-            "above 0 and --warmup.source scripted, or --method.mode deductive, or a checkpoint "
-            "with --init"
+            f"method.mode is {method.mode}, but without a scripted warm-up a policy from scratch "
+            f"does not know the prompts of the teacher (warmup.steps is {config.warmup.steps} and "
+            f"warmup.source {config.warmup.source}): give --warmup.steps above 0 and "
+            "--warmup.source scripted, or --method.mode deductive, or a checkpoint with --init"
         )
     if is_from_scratch and method.mode == "no_evidence":
         raise UserError(

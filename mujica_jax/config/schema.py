@@ -42,7 +42,8 @@ MIN_SEQUENCE_LENGTH = 2
 MAX_PORT = 65535
 # Maximum of `faults.repeats`.
 MAX_REPEATS = 100
-# Episode seeds are 1000 times as large as `seed` and are stored in 64 bits.
+# The seed of a sampled episode is 1000 * `seed` plus the number of its round, and is
+# stored in 64 bits.
 MAX_SEED = 2**31 - 1
 # Earlier releases did not keep official splits.
 BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}
@@ -374,7 +375,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """How to handle a search or a judge that fails after all retries of the request.
+    """The handling of a search or a judge that fails after all retries of the request.
 
     Such a failure never counts against the policy. These settings may change at a restart.
     """

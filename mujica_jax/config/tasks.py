@@ -50,7 +50,8 @@ class OpenDomainConfig(PassageSearch):
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
     # Folder with the official files, plain or .gz (docs/guides/evaluation.md). Or tfds:NAME, a data
-    # set prepared by `python -m mujica_jax.tasks.prepare`.
+    # set prepared by `python -m mujica_jax.tasks.prepare`. With kind questions: your own file or
+    # folder, or hf:NAME.
     data_dir: str
     # Percentage of the questions outside training that are dev questions, by the hash of their ids.
     # The others are test questions.
@@ -94,14 +95,14 @@ class OwnQuestionsConfig(MultiHopConfig):
 
     `data_dir` is a file or a folder of files: JSON, JSON Lines, CSV, TSV or Parquet, also in the
     forms of FlashRAG, verl, Search-R1, HotpotQA and BEIR. `hf:NAME` is a data set of the Hugging
-    Face Hub, which needs the package datasets. Files with train, dev (or valid) or test in their
-    name are for that split.
+    Face Hub, which needs the package datasets. A file with train, dev (or valid) or test in its
+    name belongs to the split of that name.
     """
 
     # Task. `--task.kind NAME --help` shows the settings of another task.
     kind: Literal["questions"] = "questions"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.own_questions:build"
-    # Percentage of the questions without a split that is held out for dev and test, by the hash of
+    # Percentage of the questions without a split that are held out for dev and test, by the hash of
     # their ids.
     hold_out_percent: Percent = 20
 

@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often and for how long a request is tried."""
+    """The number of attempts at a request, and their time limits."""
 
     # The longest time of one attempt.
     timeout_seconds: float = 30.0
@@ -34,7 +34,7 @@ class RetryPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryTarget:
-    """How error messages name the server, and what they advise."""
+    """The name of the server in error messages, and the advice that they give."""
 
     url: str
     # What the user can check if all attempts fail.

@@ -21,7 +21,7 @@ from mujica_jax.inference.requests import Completion, RequestError, SamplingPara
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. A request that needs more raises an error that names the setting."""
+    """The features of an engine. A request that needs more raises an error that names the setting."""
 
     # Whether each request may have its own temperature, seed, top_k, top_p and min_p.
     sampling_per_request: bool
@@ -135,12 +135,12 @@ class PolicyGenerator(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
+        """The features of the engine."""
         ...
 
     @property
     def capacity(self) -> int:
-        """How many requests can run or wait before `stream` raises OverloadError."""
+        """The number of requests that can run or wait before `stream` raises OverloadError."""
         ...
 
     @property

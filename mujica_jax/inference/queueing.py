@@ -103,7 +103,7 @@ class QueuedGenerator(abc.ABC):
 
     @property
     def capacity(self) -> int:
-        """How many requests can run or wait before `stream` raises OverloadError."""
+        """The number of requests that can run or wait before `stream` raises OverloadError."""
         return self._slots + self._queue_size
 
     async def generate(

@@ -7,8 +7,8 @@ their log-probabilities. Three classes implement the interface `Generator`:
 - `jetstream.generator.JetStreamGenerator` runs any engine that has JetStream's interface.
 - `remote.RemoteGenerator` calls an OpenAI-compatible endpoint.
 
-**Stop strings.** Generators search for stop strings in the bytes of the sampled tokens, so a stop
-string may start or end in the middle of a token. All generators follow the same rules for
+**Stop strings.** Generators search for stop strings in the bytes of the sampled tokens. A stop
+string may therefore start or end in the middle of a token. All generators follow the same rules for
 `SamplingParams.stop_strings`:
 
 - The token that completes a stop string is the last token of the completion. `finish_reason` is
@@ -97,8 +97,8 @@ class SamplingParams:
     seed: int
     # Draw only from the k most likely tokens. 0 means from all tokens.
     top_k: int = 0
-    # Draw only from the smallest set of most likely tokens whose probabilities sum to at least
-    # this value, in (0, 1]. 1 means from all tokens.
+    # Draw only from the most likely tokens: the fewest whose probabilities sum to at least this
+    # value, in (0, 1]. 1 means from all tokens.
     top_p: float = 1.0
     # Draw only from tokens whose probability is at least min_p times the largest probability, in
     # [0, 1]. 0 means from all tokens.
@@ -150,13 +150,13 @@ class Generator(Protocol):
 
 
 class StopMatcher:
-    """Finds the first stop string in one completion while its tokens arrive."""
+    """A matcher that finds the first stop string of a completion while its tokens arrive."""
 
     def __init__(self, stops: Sequence[str], *, thought_open: bool = False) -> None:
         """Search for `stops`. `thought_open` says whether the prompt ends inside a thought."""
         self._stops = [stop.encode() for stop in stops]
-        # The matcher keeps the last bytes of the text, because a stop string or a thought tag may
-        # start there and end in a later token.
+        # Keep the last bytes of the text: a stop string or a thought tag may start there and end in
+        # a later token.
         self._tail_bytes = max([LONGEST_TAG_BYTES, *map(len, self._stops)]) - 1
         self._tail = b""
         self._thought_open = thought_open

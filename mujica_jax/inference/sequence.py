@@ -112,7 +112,7 @@ class SequenceState(PagedSequence):
 
     @property
     def tokens_in_memory(self) -> int:
-        """How many tokens of the sequence have their keys and values in the KV cache.
+        """The number of tokens whose keys and values are in the KV cache.
 
         The last generated token is not in the cache, unless the engine decoded more tokens after
         it.

@@ -29,9 +29,10 @@ view, and without them the policy would learn to say things out of context. `pac
 for it. The methods count such conversations with `too_long` and leave them out before they pack. A
 console line and the metrics of the phase report the count.
 
-A column holds one more number for each token, in float32, for a loss that needs it; padding has 0.
-With `pairs` the conversations come in the order chosen, rejected, chosen, rejected, and so on. The
-two conversations of a pair are side by side in one row, and the column `pairs` tells them apart.
+Some losses need more numbers, such as advantages. A column holds one such number for each token, in
+float32, and 0 for padding. The loss of preference pairs needs `pairs`: the conversations then come
+in the order chosen, rejected, chosen, rejected, and so on. The two conversations of a pair are side
+by side in one row, and the column `pairs` tells them apart.
 """
 
 import dataclasses
@@ -46,8 +47,8 @@ from mujica_jax.records import Conversation
 
 # Conversations that are packed together. First-fit compares every conversation of a window with
 # every open row, so a larger window takes more time. The last rows of a window stay partly empty,
-# so a smaller window wastes more slots. At this size, 1024 conversations of 100 tokens fill about
-# 200 rows of 512 tokens. This takes 10 ms, and less than 2% of the slots are empty.
+# so a smaller window has more padding. At this size, 1024 conversations of 100 tokens fill about
+# 200 rows of 512 tokens. This takes 10 ms, and less than 2% of the tokens are padding.
 WINDOW_CONVERSATIONS = 1024
 
 

@@ -8,7 +8,7 @@ Each iteration of the loop does four things, in this order:
 
 1. Stop if `should_stop` returns True.
 2. Read the batch of this step. It is a pure function of (seed, step). It comes from an iterator
-   whose place is saved with the state (`learning.batches`).
+   whose position is saved with the state (`learning.batches`).
 3. Dispatch the step to the devices, without waiting for its result.
 4. Read the metrics of the step before, while this step runs. Raise an error, which ends the run, if
    its loss or gradient norm is not finite. Also raise one if too many updates in a row were skipped

@@ -9,13 +9,13 @@ has five steps:
    batches of questions were sampled.
 3. Compare: compute the advantage of each attempt from its reward and the rewards of its group
    (`losses.policy.group_advantages`).
-4. Score: compute log-probabilities of the sampled tokens before the policy learns. The trainer's
-   give the importance weights, and the reference policy's give the KL term.
+4. Score: before the policy learns, compute the log-probabilities of the sampled tokens. Those of
+   the trainer give the importance weights. Those of the reference policy give the KL term.
 5. Learn: maximise the clipped objective over all conversations of the attempts, in one or several
    updates.
 
-DAPO differs from GRPO in three ways: it samples dynamically, it clips the ratio less strictly above
-1, and its loss is a mean over tokens instead of a mean over conversations.
+DAPO differs from GRPO in three ways. It samples dynamically. It clips the ratio less strictly above
+1. Its loss is a mean over tokens instead of a mean over conversations.
 
 Every `rounds_per_evaluation` rounds the policy is committed and evaluated. Each evaluation is one
 row of the table that the run prints at its end.
@@ -25,7 +25,7 @@ applied to agents in "Learning When to Search" (section 3.2) and Mujica-MyGO (se
 
 Our own choices, where the papers differ or say nothing:
 
-- The planner's conversation and those of its workers all carry the advantage of their trajectory.
+- All conversations of a trajectory, of the planner and of its workers, carry its advantage.
 - If no group teaches anything, the round makes no update. With weight decay and momentum, even an
   update with zero gradient would move the weights.
 - Refilling samples one question for each missing group, and repeats this until the batch is full.
@@ -40,7 +40,8 @@ Our own choices, where the papers differ or say nothing:
 - The KL coefficient is 0 by default, so DAPO has no KL term. "Learning When to Search" says the
   same in its text, but lists 1e-4 in its table 5. Our configuration of the paper's 8B run uses the
   value of the table.
-- The reference policy is the one before the first round, as it is committed (in the compute type).
+- The reference policy is the policy before the first round. It is loaded from the run directory,
+  in the compute type.
 - Probability ratios are between policies at temperature 1, also when sampling uses another
   temperature.
 - A conversation that is longer than a training row is left out and counted.
@@ -351,7 +352,7 @@ def _group_units(
 
 
 class _SamplingProgress:
-    """Shows, while a round is sampled, how many groups will be learnt and how many episodes ran."""
+    """The progress of sampling a round: groups that will be learnt, and episodes that ran."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -452,9 +453,9 @@ def scored(
 ) -> PackedRows:
     """Return the rows with the columns that the importance weights and the KL term need.
 
-    Each column holds one number for each token. If there are importance weights,
-    `sampled_log_probs` becomes the log-probabilities of the trainer's policy before the round, and
-    `importance_weights` is added. If there is a KL term, `reference_log_probs` is added.
+    Each column holds one number for each token. With importance weights, the column
+    `importance_weights` is added. The log-probabilities that the trainer computes before the round
+    then replace the engine's in `sampled_log_probs`. With a KL term, `reference_log_probs` is added.
 
     The log-probabilities are stored in the round's `scores.npy`, because after a restart in the
     middle of learning neither policy is in memory.
@@ -499,9 +500,9 @@ def _rows_to_learn(
 
 
 class _Reference:
-    """Returns the state of the reference policy, which is the policy before the first round.
+    """The reference policy, which is the policy before the first round.
 
-    It is loaded at the first call and stays in memory.
+    A call returns its training state. The first call loads it, and it stays in memory.
     """
 
     def __init__(self, run: Run) -> None:

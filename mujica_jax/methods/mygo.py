@@ -178,7 +178,7 @@ class SampledRound:
 
 
 class RoundSampler:
-    """Samples the rounds in order. The schedule decides how far it runs ahead of learning.
+    """The sampler of the rounds, in order. The schedule decides how far it runs ahead of learning.
 
     The sampler passes the threshold K on from round to round, and keeps the states of all policies
     so far.
@@ -201,8 +201,8 @@ class RoundSampler:
     def sample(self, round_number: int) -> SampledRound:
         """Return the trajectories of this round.
 
-        Before it returns, it also samples the later rounds that the schedule wants sampled before
-        this round is learnt.
+        If the schedule runs ahead of learning, this call also samples the later rounds that must
+        exist before this round is learnt.
         """
         first = round_number + len(self._waiting)
         last = min(round_number + self._rounds_ahead, self._config.rounds)
@@ -242,9 +242,9 @@ def sample_round(
 ) -> SampledRound:
     """Sample a round with the policy in `state`, or read the round if it was sampled before.
 
-    `version` is the version of that policy. `previous_k` is the threshold of the round before. If
-    the round has n groups of questions, shards 0 to n - 1 hold first attempts and shards n to
-    2n - 1 hold later attempts at the same questions.
+    `version` is the version of that policy. `previous_k` is the threshold of the round before. The
+    questions of a round are divided into n groups. Shards 0 to n - 1 hold the first attempts, one
+    shard for each group. Shards n to 2n - 1 hold the later attempts at the same questions.
     """
     finished = sampling.finished_round(run, number)
     if finished is not None:
@@ -308,7 +308,7 @@ class Unit:
 
 
 class _RoundPlayer:
-    """Plays the units of a round, collects their trajectories, and shows how many are accepted.
+    """A player of the units of a round, which collects trajectories and counts the accepted ones.
 
     If `has_workers` is true, other programs play the units, and this one waits for their shards.
     """

@@ -2,8 +2,8 @@
 
 Each kind of text has its own encoder:
 
-    scaffold of the chat template   special tokens in it become tokens
-    words of a model                protocol tags in it, such as <search>, become tokens
+    text of the chat template       special tokens in it become tokens
+    text that a model wrote         protocol tags in it, such as <search>, become tokens
     all other text                  never becomes a special or added token, whatever it says
 
 Conversations are rendered turn by turn from the pieces of the chat template (`chat_template`). So a
@@ -39,8 +39,8 @@ CHATML_TEMPLATE = (
 # The date that is passed to chat templates. Llama-3.1's template would otherwise print the current
 # date, and a run would give other results on another day.
 TEMPLATE_DATE = "26 Jul 2024"
-# Tags that are neutralised in text from outside. The last three are tags of agents but have no
-# tokens.
+# Tags whose angle brackets are replaced in text from outside (`neutralise`). The last three are
+# tags of agents, but the vocabulary has no tokens for them.
 UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect", "question", "recall")
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(UNTRUSTED_TAGS)})\s*/?\s*)>", re.IGNORECASE)
 # Files that transformers reads if they are in the folder. Each of them holds a JSON object.
@@ -72,8 +72,8 @@ def neutralise(text: str) -> str:
 
 
 # GPT-2's rule for cutting text into words, with one addition: a number in brackets, such as [2], is
-# one word. To name a line, a small model then copies one token that occurs once in its context. As
-# three tokens, "[", "2" and "]", the numbers of all lines would look alike.
+# one word. A small model then names a numbered line by copying one token that occurs once in its
+# context. As three tokens, "[", "2" and "]", the numbers of all lines would look alike.
 WORDS = "|".join(
     (
         r"'s|'t|'re|'ve|'m|'ll|'d",
@@ -108,7 +108,7 @@ class Tokenizer:
         self._template_place = template_place
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
 
-        # The three encoders: all added tokens, protocol tags alone, no added token.
+        # The three encoders: one produces all added tokens, one only protocol tags, one no added token.
         added_tokens = self._backend.get_added_tokens_decoder().items()
         added = {token.content: id for id, token in added_tokens}
         self._added_ids = frozenset(added.values())

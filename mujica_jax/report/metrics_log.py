@@ -38,7 +38,7 @@ WANDB_MODE = "WANDB_MODE"
 
 
 class MetricsLog:
-    """Writes metrics to `metrics.jsonl` and to a TensorBoard file in the same directory.
+    """A log that writes metrics to `metrics.jsonl` and to a TensorBoard file beside it.
 
     Each line of `metrics.jsonl` is one JSON object: {"phase", "step", "time", ...values}. Phase and
     step identify the line. If a resumed run repeats a step, the line is already there, and nothing
@@ -157,7 +157,7 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """Replaces MetricsLog in all processes but the first. Only the first writes metrics."""
+    """A log that writes nothing, for all processes but the first. Only the first writes metrics."""
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         return False
@@ -175,7 +175,7 @@ def import_wandb(config: MetricsConfig) -> Any:
 
 
 class WandbLog:
-    """Sends metrics to one run at Weights & Biases. In offline mode it only writes local files."""
+    """A log in one run at Weights & Biases. In offline mode it only writes local files."""
 
     def __init__(
         self, config: MetricsConfig, directory: RunPath, run_config: Mapping[str, Any]

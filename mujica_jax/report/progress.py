@@ -39,7 +39,7 @@ FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "threshold K", "em": "EM"
 
 
 class Progress:
-    """Prints to the user's console: progress of stages, lines of text, and tables.
+    """The user's console: progress of stages, lines of text, and tables.
 
         report = Progress()
         with report.stage("warm-up", total=600, unit="steps") as stage:

@@ -20,7 +20,7 @@ QueryAndK = tuple[str, int]
 
 
 class Batcher(Generic[Result]):
-    """Collects queries into batches. Use it from one event loop at a time."""
+    """A collector that puts queries into batches. Use it from one event loop at a time."""
 
     def __init__(
         self,

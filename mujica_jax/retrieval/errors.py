@@ -1,6 +1,6 @@
 """Exceptions of a retriever that cannot answer a search.
 
-Agents catch RetrievalError, and their episode ends with the status `retriever_failed`.
+Agents catch RetrievalError and end the episode with the stop reason `retriever_failed`.
 """
 
 import contextlib

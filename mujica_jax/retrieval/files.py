@@ -36,7 +36,7 @@ DECOMPRESSED_BYTES = 2**17
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the records that are left out of a corpus or a graph."""
+    """A counter of the records that are left out of a corpus or a graph."""
 
     skipped: int = 0
     # Error message of the first record that was left out.

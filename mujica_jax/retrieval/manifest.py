@@ -34,7 +34,7 @@ FORMAT = 1
 # Errors of a full disk. The errors of numpy, RocksDB and ScaNN have no number (None), and only
 # their text says what happened.
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-# Fields that say where to find the embedder. Its version identifies its content.
+# Fields that say where to find the embedder. They do not identify its content: its version does.
 LOCATION_FIELDS = ("embedder", "prefixes")
 # Field of the recall compared with exact search, which is measured at the end of a build.
 RECALL = "recall"
@@ -204,7 +204,7 @@ def add_recall(
 
 
 class Reporter(Protocol):
-    """Shows the progress of a build. `report.Progress` implements it."""
+    """The interface that shows the progress of a build. `report.Progress` implements it."""
 
     def line(self, text: str) -> None:
         """Show one line of text."""

@@ -49,7 +49,7 @@ class Health:
 
 
 class Retriever(Protocol):
-    """Anything that searches passages."""
+    """The interface of everything that searches passages."""
 
     @property
     def statistics(self) -> RetrievalStatistics:

@@ -229,7 +229,7 @@ def _without_others(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[T
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyEvaluator:
-    """Scores the generator's policy on the held-out questions.
+    """An evaluator of the generator's policy on the held-out questions.
 
     If the job has several processes, they share the questions. Each process plays its questions in
     parts. If an earlier start already played some parts, these are read instead.
@@ -395,7 +395,7 @@ class PolicyEvaluator:
 
 
 class _RunningScore:
-    """Counts the episodes of an evaluation while they are played, and shows their exact match."""
+    """The exact match of an evaluation so far, shown while its episodes are played."""
 
     def __init__(self, questions: Sequence[Question], rule: Rule, stage: Stage) -> None:
         self._answers = {question.id: question.answers for question in questions}

@@ -71,7 +71,7 @@ class VerdictStore(Protocol):
 
 
 class CachedVerdicts:
-    """Stores verdicts in the user's cache folder. Evaluations of all policies share them."""
+    """A store of verdicts in the user's cache folder. Evaluations of all policies share it."""
 
     def __init__(self) -> None:
         self._cache = SearchCache(cache_folder("verdicts"), "replies")
@@ -85,7 +85,7 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Stores verdicts in a run directory, one file for each verdict.
+    """A store of verdicts in a run directory, one file for each verdict.
 
     If several processes write the same verdict, the first one stays.
     """
@@ -154,7 +154,7 @@ class Judgement:
 
 
 class Judge:
-    """Asks a model for verdicts, and asks for each verdict only once.
+    """A judge that asks a model for verdicts, and asks for each verdict only once.
 
     Use it from one event loop at a time.
     """

@@ -231,7 +231,7 @@ def _report_step(
 
 
 class _Saves:
-    """Saves checkpoints of a phase when they are due.
+    """The checkpoints of a phase, each saved when it is due.
 
     `saved_step` is the step of the newest checkpoint.
     """

@@ -15,7 +15,8 @@ from mujica_jax.report.results import PhaseRow
 
 # A function that returns a training state. It may load the state when it is called.
 GetState = Callable[[], TrainState]
-# Names of phases in metrics.jsonl and of stages of the clock (docs/reference/metrics.md).
+# Values of the key `phase` in metrics.jsonl, and names of stages of the clock
+# (docs/reference/metrics.md).
 SAMPLING = "sampling"
 EVALUATING = "evaluating"
 LEARNING = "learning"

@@ -2,8 +2,9 @@
 
 A unit of work is the set of episodes that are stored together in one shard. Its result depends only
 on its attempts and on the policy. It therefore does not matter which process plays the unit, on
-which host, or after how many restarts. A unit is played once; whoever needs its trajectories later
-reads the shard. When all units of a round are played, `DONE.json` lists the round's shards.
+which host, or after how many restarts. A unit is played once. A process that needs its
+trajectories later reads the shard. When all units of a round are played, `DONE.json` lists the
+round's shards.
 """
 
 import asyncio
@@ -56,8 +57,8 @@ def play_attempts(
     """Play a unit of work and store its shard, or read the shard if it is already stored.
 
     `on_episode` is called with each trajectory. `agent` plays the episodes (None: the run's agent).
-    `concurrency` is the number of episodes that are played at the same time (None: the number of
-    sequences that the engine decodes at the same time).
+    `concurrency` is the number of episodes that are played at the same time (None:
+    `engine.max_num_seqs`).
     """
 
     def next_wave(played: Sequence[Trajectory]) -> Sequence[Attempt]:
@@ -93,8 +94,8 @@ def play_waves(
     returns none, the unit is over. For the other arguments see `play_attempts`.
 
     The engine's cache is cleared first, so that the result depends only on the attempts and the
-    policy. For the same reason a preempted unit is played again from its beginning: if only the
-    missing episodes were played, they would run in other batches and round differently.
+    policy. For the same reason a preempted unit is played again from its beginning. The missing
+    episodes alone would run in other batches, where floating-point rounding differs.
 
     Returns the shard's entry and its trajectories as they are stored, because another process may
     have stored the shard first. The entry is None if there was nothing to play.
@@ -225,10 +226,11 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 def gather(
     store: RunDirectory, name: str, own_trajectories: Sequence[Trajectory]
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of all processes, in their order before they were distributed.
+    """Return the trajectories of all processes, in the order that the work had at first.
 
-    `distributed.shard_for_process` distributed the work. Each process stores its own trajectories
-    in a file, waits for the others, and reads all files. `name` is part of the files' names.
+    `distributed.shard_for_process` divided the work among the processes. Each process stores its
+    own trajectories in a file, waits for the others, and reads all files. `name` is part of the
+    files' names.
     """
     num_processes = distributed.processes()
     if num_processes == 1:
@@ -262,7 +264,7 @@ class FinishedRound:
 
 
 def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
-    """Return one attempt at a question, with the round's seed and the sampling temperature.
+    """Return an attempt at a question, with the round's seed and the sampling temperature.
 
     `number` counts the attempts at this question in the round, from 0.
     """

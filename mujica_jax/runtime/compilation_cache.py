@@ -39,7 +39,7 @@ def use_compilation_cache() -> None:
 
 
 class CompileCounter:
-    """Counts the programs that any thread compiles, and the time of compilation."""
+    """A counter of the programs that any thread compiles, and of the compilation time."""
 
     def __init__(self) -> None:
         self.programs = 0

@@ -54,7 +54,7 @@ class PreemptedError(Exception):
 
 
 class Preemption:
-    """Receives requests to end this process.
+    """A receiver of requests to end this process.
 
     It is a context manager, and handles signals inside its `with` block.
     """

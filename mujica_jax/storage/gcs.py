@@ -313,7 +313,7 @@ class Bucket:
 
 
 class _Failures:
-    """Counts the failed attempts of one request, and ends the request after `MAX_ATTEMPTS`."""
+    """A counter of the failed attempts of one request, which ends it after `MAX_ATTEMPTS`."""
 
     def __init__(self, bucket: Bucket, place: str) -> None:
         self.count = 0

@@ -1,13 +1,14 @@
 """A run directory on local disk or in a bucket, with one interface for both.
 
-`RunDirectory` reads and writes objects by name, and folders of files, and times both. `local.py`
-implements local disk. `gcs.py` and `gcs_path.py` implement `gs://bucket/prefix`. All other code
-uses this module, so that it works the same with both.
+`RunDirectory` reads and writes objects by name, and whole folders of files. It measures how long
+that takes. An object is a file on local disk, or an object in a bucket. `local.py` implements local
+disk. `gcs.py` and `gcs_path.py` implement `gs://bucket/prefix`. All other code uses this module, so
+that it works the same in both places.
 
 Some folders hold many files, such as a policy or a tokenizer. The file COMMITTED is written last
 and lists all others. A folder without COMMITTED is incomplete, and the next writer replaces its
 files. Libraries can only read from local disk, so a folder in a bucket is first downloaded into a
-cache. Each time, every cached file is compared with COMMITTED.
+cache. Each time the folder is opened, every cached file is compared with COMMITTED.
 """
 
 import contextlib
@@ -47,8 +48,8 @@ else:
 BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
 # File in the cached copy of a folder. It lists the objects of the bucket at the last download.
 FETCHED = ".fetched.json"
-# The longest time that appended bytes are held back before an upload. A bucket accepts about one
-# change of an object a second, so that each line cannot be uploaded on its own.
+# The longest time that appended bytes are held back before an upload. A bucket accepts only about
+# one change of an object per second, so lines are uploaded together.
 HELD_SECONDS = 10.0
 
 
@@ -88,7 +89,7 @@ def atomic_write(path: RunPath, data: bytes) -> None:
 
 
 class RunDirectory:
-    """Objects below `root`. They are created once and never changed.
+    """A directory of objects below `root`. Objects are created once and never changed.
 
     `io_statistics` counts the reads and writes that go through this object.
     """
@@ -301,8 +302,9 @@ def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
 class AppendedObject:
     """An object in a bucket that one process appends to.
 
-    `write` holds bytes back for up to `HELD_SECONDS`. The first `write` after that uploads them;
-    `flush` and `close` upload them at once. Raises StoreError if another process appends too.
+    `write` holds bytes back for up to `HELD_SECONDS`. The first `write` after that uploads them.
+    `flush` and `close` upload them at once. An upload raises StoreError if another process appends
+    to the object too.
     """
 
     def __init__(self, path: "BucketPath") -> None:

@@ -121,8 +121,8 @@ def leave_incomplete_out(
         return (), (note,)
     if len(incomplete) == questions:
         raise UserError(
-            f"none of the {questions:,} questions in {config.data_dir} has all of its gold "
-            "passages among its own passages, but task.setting distractor needs them (HotpotQA's "
+            f"task.setting is distractor, but none of the {questions:,} questions in "
+            f"{config.data_dir} has all of its gold passages among its own passages (HotpotQA's "
             "fullwiki file lacks them): give other files, or --task.setting open, or "
             "--task.keep-incomplete True to ask these questions anyway"
         )
@@ -131,7 +131,7 @@ def leave_incomplete_out(
 
 
 class GoldInCorpus:
-    """Find gold passages among the passages that are searched, by title and text.
+    """A lookup of gold passages among the searched passages, by title and text.
 
     A corpus can hold another version of a paragraph (another cut of the article, or a newer text).
     If the corpus has the title but not the text, the passage with that title and the most words in

@@ -1,8 +1,8 @@
 """The interface of a task: questions in splits, an environment for each, and a scoring rule.
 
-Methods and agents only use these protocols and never a concrete task. `FromScratchTask` is a second
-protocol for what only a model from scratch needs: demonstrations, pre-training text and tokenizer
-text. A real data set does not have to implement it.
+Methods and agents use only these protocols and never a concrete task. `FromScratchTask` adds what
+only a model from scratch needs: demonstrations, pre-training text and tokenizer text. A real data
+set does not have to implement it.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class Material:
 
     # The line that the model reads: "subject, relation, object" or "title: passage".
     text: str
-    # The subject and the object of a triple. A literal, such as a date, is no entity. Empty for a
-    # passage.
+    # The subject and the object of a triple. A literal, such as a date, is not an entity. Empty
+    # for a passage.
     entities: tuple[Entity, ...] = ()
     # The title of a passage. Empty for a triple.
     title: str = ""
@@ -64,7 +64,7 @@ class Material:
 
 
 class Environment(Protocol):
-    """What an agent searches: a knowledge graph or passages.
+    """The interface of what an agent searches: a knowledge graph or passages.
 
     `kind` determines the syntax of the planner's actions.
     """
@@ -79,8 +79,8 @@ class Environment(Protocol):
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         """Return the search results for one query, best first.
 
-        A search of a graph starts from `entity`. A search of passages has None there. Raises
-        RetrievalError.
+        A search of a graph starts from `entity`. For a search of passages, `entity` is None. Raises
+        RetrievalError if the search fails.
         """
         ...
 
@@ -114,7 +114,7 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remarks:
-    """Remarks of a task about its questions."""
+    """The optional attributes of a `Task`, for the tasks of this package."""
 
     # The ids of questions that cannot be asked.
     left_out: Sequence[str] = ()

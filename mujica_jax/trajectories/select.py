@@ -8,9 +8,10 @@ Here r_mean is the mean reward of the *first* attempts in the batch, r_sup the b
 and K' the previous threshold. The paper prints the formula without the factor one half. Its K would
 be above r_sup, and no trajectory would pass. We therefore use the midpoint of r_mean and r_sup.
 
-A trajectory is kept if its reward is above K or equal to r_sup, because with K = r_sup none would
-be above it. At most `keep_per_question` trajectories of a question are kept. Training maximises the
-likelihood of the planner's conversation and of each worker's conversation, as independent rows.
+A trajectory is kept if its reward is above K or equal to r_sup. Without the second case, K = r_sup
+would reject every trajectory. At most `keep_per_question` trajectories of a question are kept.
+Training maximises the likelihood of the planner's conversation and of each worker's conversation,
+as independent rows.
 
 **GRPO.** All attempts at the same question are a group, and training compares each attempt with its
 group. If a search or the judge failed, the attempt has no reward and is left out of its group.
@@ -43,8 +44,8 @@ def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_rewar
 def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
     """Return the mean reward of the first attempts (r_mean), or 0.0 if there are none.
 
-    Wrong attempts count with their reward. Attempts without a reward, because a search or the judge
-    failed, do not count.
+    Wrong attempts count with their reward. If a search or the judge failed during an attempt, it
+    has no reward and does not count.
     """
     first_attempt = min((trajectory.attempt for trajectory in trajectories), default=0)
     first_trajectories = [

@@ -1,6 +1,6 @@
 """The class `Store`: the run directory with its files, and the rules that say which are valid.
 
-    config.json                      configuration, git revision, versions
+    config.json                      configuration, git revision, versions of packages
     questions.json                   counts and checksums of questions, and what is searched
     metrics.jsonl                    one line for each event, append-only (`report/metrics_log.py`)
     tokenizer/                       tokenizer of a new model; its file COMMITTED is written last
@@ -167,8 +167,8 @@ class Store(RunDirectory):
     def quarantine(self, shard: ShardEntry | str, reason: str) -> RunPath:
         """Move a damaged shard out of its round, so that it is sampled again.
 
-        If DONE.json lists the shard, it is moved too, and the round is open again. Return the path
-        of the file that holds the reason.
+        If DONE.json lists the shard, DONE.json is moved too. The round is then open again. Return
+        the path of the file that holds the reason.
         """
         name = shard if isinstance(shard, str) else shard.name
         done = str(Path(name).with_name(DONE))
@@ -213,7 +213,7 @@ class Store(RunDirectory):
         return self._read_summary(f"{_round_name(round_number)}/{DONE}")
 
     def _read_summary(self, name: str) -> RoundSummary | None:
-        """Return the summary in a file, or None if there is no file. Raises StoreError."""
+        """Return the summary in a file, or None. Raises StoreError if the file is damaged."""
         if not self.exists(name):
             return None
         value = self.read_json(name)

@@ -1,7 +1,7 @@
 """The base class `Baseline`, and other parts that all prompt-only baselines share.
 
-These parts play and record an episode, write the message with passages and question, hold common
-words of the prompts, and parse answers.
+The other parts are the base class of an episode, sentences that several prompts share, and the
+parsers of answers.
 
 In most baselines, each call of the model is a separate conversation of one turn. Search-o1 and
 ReAct continue one conversation instead. The record lists the conversation with the answer first.
@@ -133,7 +133,8 @@ class BaselineEpisode(Episode):
     ) -> Written:
         """Let the model write one turn.
 
-        `cut_at` is the text that begins an observation, if more turns may follow this one.
+        `cut_at` is the text that begins an observation. The turn is cut there. None means that no
+        other turn follows in this conversation.
         """
         place = str(self._turns_started)
         self._turns_started += 1

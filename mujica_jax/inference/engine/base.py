@@ -2,7 +2,8 @@
 
 An engine holds the weights, the paged KV cache and the compiled programs for prefill and decode. It
 makes no scheduling decisions: `scheduler.py` assigns requests to slots, and `paging.py` assigns
-pages to requests (block tables). There are two engines, and both give the same results:
+pages to requests (block tables). A slot is a place in the decode batch, and holds one running
+request. There are two engines, and both implement the same interface:
 
 - `contiguous.ContiguousEngine` is for CPUs and GPUs. Each running sequence has a contiguous KV
   cache in addition to the pages. A prefix that many sequences share is stored once, and one matrix

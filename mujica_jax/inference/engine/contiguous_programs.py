@@ -36,7 +36,7 @@ class KeysValues(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of pages, rows or prefixes; tokens in each)."""
+        """The number of pages, rows or prefixes, and the number of tokens in each."""
         return self.values[0].shape[0], self.values[0].shape[2]
 
 
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the sequences of a call are stored: one entry per sequence, or per prefill tile."""
+    """The places where the sequences of a call are stored, one per sequence or prefill tile."""
 
     # Index of the row.
     row: Int[np.ndarray | Array, " rows"]

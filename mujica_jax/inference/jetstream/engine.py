@@ -312,7 +312,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def samples_per_slot(self) -> int:
-        """Each slot generates one completion."""
+        """The number of completions that a slot generates: one."""
         return 1
 
     @property

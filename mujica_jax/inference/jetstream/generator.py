@@ -78,7 +78,7 @@ class JetStreamGenerator(QueuedGenerator):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
+        """The features of the engine."""
         return getattr(self._engine, "capabilities", PLAIN_CAPABILITIES)
 
     @property

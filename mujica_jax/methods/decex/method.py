@@ -164,7 +164,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
 
 
 class _TreeProgress:
-    """Shows how many trees are finished."""
+    """The progress display of the finished trees."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

@@ -110,7 +110,7 @@ class Tree:
 
 
 class Growth:
-    """Grows one tree.
+    """The growth of one tree.
 
     `root` is the chain that holds only the question. Its policy grows the tree. `reward` returns a
     finished trajectory with its reward. `gate` limits how many steps and episodes of all trees run
@@ -453,7 +453,7 @@ def _is_lost(chain: Chain) -> bool:
 
 
 class _Counted:
-    """Wraps a policy and counts the tokens that it generates."""
+    """A policy that counts the tokens that the wrapped policy generates."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -221,8 +221,8 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
             raise UserError(
                 f"the teacher's prompt as {role} ({prompt}) has {prompt_tokens} tokens. With one "
                 "turn (agent.max_turn_tokens) and, as a worker, one search result "
-                f"(agent.max_observation_tokens), it needs {needed_tokens} tokens and some more "
-                f"for the evidence, but {field} is {limit}: raise {field}, or choose a shorter "
+                f"(agent.max_observation_tokens), it needs {needed_tokens} tokens, and more for "
+                f"the evidence. But {field} is {limit}: raise {field}, or choose a shorter "
                 "--method.teacher-prompt"
             )
 

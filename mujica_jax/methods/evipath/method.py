@@ -305,7 +305,7 @@ def _check_usable(synthesized: "_Synthesized", config: EviPathConfig) -> None:
 
 
 class _Synthesized:
-    """Collects the trajectories of a synthesis, and shows its progress.
+    """A collector of the trajectories of a synthesis, which shows its progress.
 
     There are enough trajectories when `num_wanted` of them are correct. If `num_wanted` is 0, all
     questions are used.

@@ -58,7 +58,7 @@ PREFIXES: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedderConfig:
-    """How a text becomes an embedding."""
+    """The settings that determine how a text becomes an embedding."""
 
     # "cls" takes the state of the first token, "mean" the mean over all tokens.
     pooling: Pooling
@@ -183,7 +183,7 @@ def _is_module(value: Any) -> bool:
 
 
 class Embedder:
-    """Turns texts into vectors."""
+    """A model that turns texts into vectors."""
 
     def __init__(
         self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None

@@ -65,7 +65,7 @@ class Line(NamedTuple):
 
 
 class Lines:
-    """Chooses and loads the lines of one file of N-Triples."""
+    """A loader that chooses and loads the lines of one file of N-Triples."""
 
     def __init__(self, path: str, spec: GraphSpec, counts: Counts) -> None:
         self._path = path

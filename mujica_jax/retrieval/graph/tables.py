@@ -32,7 +32,7 @@ from mujica_jax.retrieval.graph.values import readable, value_in_text
 
 
 class Table:
-    """Makes the quads of a table for the store of a graph.
+    """A table of triples, as quads for the store of a graph.
 
     The names of all rows of all files must be stored before the first statement, because statements
     look entities up by name.

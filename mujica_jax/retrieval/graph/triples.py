@@ -1,14 +1,15 @@
 """A knowledge graph in memory, which finds the triples of an entity in both directions.
 
-The key of an entity is its Q-id if the file has one, and its label otherwise. A file can have the
-same entity in one row with its Q-id and in another row without it. It can also have two labels for
-it, such as "Norman Foster" and "Norman Foster (director)". Therefore
+The key of an entity is its Wikidata id (Q-id, such as Q42) if the file has one, and its label
+otherwise. A file can have the same entity in one row with its Q-id and in another row without it. A
+file can also have two labels for an entity, such as "Norman Foster" and "Norman Foster (director)".
+Therefore
 
 - a Q-id finds the rows with this Q-id, and the rows without a Q-id that have one of its labels;
 - a label finds every row that has it.
 
-Two labels match if they are equal without case and spacing, or if one is the other without its
-closing parenthesis.
+Two labels match if they differ only in case and spacing. They also match if one of them is the
+other followed by a parenthesis, as in the example.
 """
 
 import dataclasses

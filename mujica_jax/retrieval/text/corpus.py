@@ -116,9 +116,10 @@ def stream_corpus(
 ) -> Iterator[Passage]:
     """Yield the passages of the files, in order.
 
-    Only one passage and the hashes of all ids (`PassageIds`) are in memory, and one document at a
-    time. With `skipped`, a bad passage or document is left out and counted in it. Without, it
-    raises UserError. `chunking` is the size of the passages that documents are cut into.
+    Only one passage or document at a time is in memory, besides the hashes of all ids
+    (`PassageIds`). With `skipped`, a bad passage or document is left out and counted there. Without
+    `skipped`, it raises UserError. `chunking` is the size of the passages that documents are cut
+    into.
     """
     ids = PassageIds()
     position = 0
@@ -261,7 +262,7 @@ def write_passages(
 
 
 class PassageIds:
-    """Remembers ids, to find duplicates. Each id takes 16 bytes, a part of its hash.
+    """A set of ids, to find duplicates. It stores 16 bytes of the hash of each id.
 
     The probability that any two of a hundred million different ids have the same hash is 10^-23.
     """
@@ -290,7 +291,7 @@ class PassageIds:
 def _first_place(identifier: str, paths: Sequence[str | Path], chunking: Chunking) -> str:
     """Return the file and line of the first passage with this id.
 
-    Records before it are expected to be valid. (Only the first bad passage is looked up.)
+    The records before it must be valid. They are, because only the first bad passage is looked up.
     """
     records = _records(paths, skipped=None, chunking=chunking)
     for number, (place, record) in enumerate(records):
@@ -302,7 +303,7 @@ def _first_place(identifier: str, paths: Sequence[str | Path], chunking: Chunkin
 def _passage(record: object, position: str, place: str) -> Passage:
     """Return the passage of a record. Raises UserError with its place if it is not valid.
 
-    `position` is the record's position in the corpus, the id of a passage without one.
+    `position` is the record's position in the corpus. It is the id of a passage without an id.
     """
     if not isinstance(record, dict):
         raise UserError(
@@ -332,7 +333,8 @@ def _passage(record: object, position: str, place: str) -> Passage:
 def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
     """Return the title and the text of a record. Their types are unchecked.
 
-    If the record has no title, the title is empty.
+    Without the field `title`, the first line of `contents` may be the title. Otherwise the title is
+    empty.
     """
     title = "" if _is_blank(record.get("title")) else record["title"]
     contents = record.get("contents")

@@ -52,8 +52,8 @@ _entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
     """Yield the line number and the value of every record of a file.
 
-    In a Parquet file, the number is that of the row. The file must not be an archive. Raises
-    UserError if it cannot be read.
+    For a Parquet file, the number of the row takes the place of the line number. The file must not
+    be an archive. Raises UserError if it cannot be read.
     """
     with explained(path):
         if str(path).endswith(".parquet"):
@@ -184,8 +184,8 @@ def explained(path: str | Path) -> Iterator[None]:
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
     """Yield the line number and the value of each record of a text file.
 
-    The ending of the file's name shows a table. Otherwise the file holds a JSON array if it begins
-    with a bracket, and JSON Lines if not.
+    A file name that ends in .tsv or .csv means a table. Any other file holds a JSON array if it
+    begins with a bracket, and JSON Lines if not.
     """
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
@@ -252,8 +252,8 @@ def _check_width(row: list[str], columns: list[str], place: str) -> None:
     if len(row) != len(columns):
         raise UserError(
             f"{place}: the row has {len(row)} fields, but the first line names {len(columns)} "
-            f"columns ({', '.join(columns)}): give each row one field for each column, and put a "
-            "field in double quotes if it holds the separator, a quote or a line break"
+            f"columns ({', '.join(columns)}): give each row one field for each column. Put a field "
+            "in double quotes if it holds the separator, a quote or a line break"
         )
 
 
@@ -290,7 +290,7 @@ def _array_records(
 
 
 class _ArrayReader:
-    """Reads a JSON array in parts, so that the whole file is never in memory."""
+    """A reader of a JSON array in parts, so that the whole file is never in memory."""
 
     def __init__(self, path: str | Path, file: TextIO, line_number: int) -> None:
         # The line of the character at `_counted`.

@@ -140,7 +140,7 @@ def read_document(path: str | Path) -> Document:
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; check the path") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error})") from error
+        raise UserError(f"{path} cannot be read ({error}): check its permissions") from error
 
     if name.endswith(PDF_SUFFIXES):
         document = _read_pdf(path, data)

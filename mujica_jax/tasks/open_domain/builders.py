@@ -44,7 +44,7 @@ Example = tuple[str, dict[str, Any]]
 
 
 class _Questions(tfds.core.GeneratorBasedBuilder):
-    """Builds one question set. Training files fill the split `train`, all others `validation`."""
+    """A builder of one question set. Training files fill `train`, all others `validation`."""
 
     VERSION = tfds.core.Version(VERSION)
     RELEASE_NOTES: ClassVar = {

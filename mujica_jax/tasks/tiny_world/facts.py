@@ -419,7 +419,7 @@ class WorldPart:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Person:
-    """What later generations and films need to know about a person."""
+    """The facts about a person that later generations and films need."""
 
     # The number of the entity.
     number: int

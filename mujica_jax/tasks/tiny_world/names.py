@@ -138,7 +138,7 @@ class Deck:
 
 
 class PairNamer:
-    """Draw unique pairs (first word, second word) whose checksum (0 to 99) is in `owned`."""
+    """A source of unique pairs (first word, second word) whose checksum (0 to 99) is in `owned`."""
 
     def __init__(self, firsts: Deck, seconds: Deck, owned: range) -> None:
         self._owned = owned
