@@ -511,7 +511,7 @@ def _parser() -> argparse.ArgumentParser:
     serve_parser = _add_command(
         commands,
         serve,
-        "Serve an index of passages over HTTP: POST /search, GET /healthz, GET /metrics.",
+        "Serve an index of passages over HTTP: POST /search and /retrieve, GET /healthz and /metrics.",
     )
 
     _add_estimate_flags(estimate_parser)

@@ -25,8 +25,9 @@ class PassageSearch:
     # Maximum number of passages or triples that one search returns.
     top_k: PositiveInt
     # How passages are ranked. In a graph: how the triples of an entity are ranked if it has more
-    # than top_k. bm25: by words. dense: by embeddings.
-    retriever: Literal["bm25", "dense"] = "bm25"
+    # than top_k. bm25: by words. dense: by embeddings. http: by any server with POST /retrieve, as
+    # Search-R1 and verl use them, at the address in task.index.
+    retriever: Literal["bm25", "dense", "http"] = "bm25"
     # Index to search: a directory made by `python -m mujica_jax.index build`, or the http://
     # address of a running `python -m mujica_jax.index serve`. None: the passages in task.data_dir,
     # by BM25 in memory.

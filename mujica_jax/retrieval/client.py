@@ -37,6 +37,10 @@ POLICY = RetryPolicy()
 class RemoteRetriever(Counted):
     """A retriever that asks a retrieval service. Use it from one event loop at a time."""
 
+    # The route that is asked, and what to check if it does not answer.
+    route = "search"
+    advice = "check that `python -m mujica_jax.index serve` runs there"
+
     def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
@@ -44,7 +48,7 @@ class RemoteRetriever(Counted):
         # because results would change in the middle of a run.
         self.version: str | None = None
         self._client = HttpClient(
-            f"{self.url}/search",
+            f"{self.url}/{self.route}",
             api_key_variable=None,
             connections=concurrency,
             # MAX_ANSWER_BYTES limits the hits. The rest is for commas and brackets.
@@ -108,7 +112,7 @@ class RemoteRetriever(Counted):
 
         async def attempt() -> list[list[Passage]]:
             start_time = time.monotonic()
-            answer = await self._client.post({"queries": queries, "k": k})
+            answer = await self._client.post(self._request(queries, k))
             self.count(batches=1, search_seconds=time.monotonic() - start_time)
             return self._read(answer, queries=len(queries), k=k)
 
@@ -119,7 +123,7 @@ class RemoteRetriever(Counted):
                     self._policy,
                     RetryTarget(
                         url=self.url,
-                        advice="check that `python -m mujica_jax.index serve` runs there",
+                        advice=self.advice,
                     ),
                     pause_random=self._random,
                     on_retry=lambda error: self.count(retries=1),
@@ -133,14 +137,24 @@ class RemoteRetriever(Counted):
         second_half = await self._answer(queries[half:], k)
         return [*first_half, *second_half]
 
+    def _request(self, queries: list[str], k: int) -> dict[str, Any]:
+        """Return the JSON body of a request."""
+        return {"queries": queries, "k": k}
+
+    def _results(self, answer: dict[str, Any]) -> tuple[Any, list[list[Passage]]]:
+        """Return the index version of an answer, and the passages of each query.
+
+        Types are not checked. Raises KeyError or TypeError if something is missing.
+        """
+        return answer["version"], [_passages(hits) for hits in answer["results"]]
+
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
         """Return the passages of an answer, one list for each query.
 
         Raises TransientError if the answer is malformed or does not fit the request.
         """
         try:
-            version = answer["version"]
-            results = [_passages(hits) for hits in answer["results"]]
+            version, results = self._results(answer)
         except (KeyError, TypeError) as error:
             raise TransientError(f"a malformed answer ({type(error).__name__}: {error})") from error
 

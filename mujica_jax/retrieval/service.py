@@ -2,6 +2,8 @@
 
     POST /search    {"queries": ["..."], "k": 5} ->
                     {"version": "...", "results": [[{"id", "title", "text", "score"}, ...], ...]}
+    POST /retrieve  the same in the protocol of Search-R1 and verl (`retrieve_protocol.py`)
+    GET  /, /docs   a page with the routes and examples
     GET  /healthz   200 after a successful search, 503 with the reason after a failed one
     GET  /metrics   counters in Prometheus's text format
 
@@ -17,28 +19,32 @@ queue of waiting queries is bounded. The body of an error is {"error": sentence}
 
 import asyncio
 import dataclasses
+import functools
+import html
 import json
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from starlette.requests import ClientDisconnect
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval import retrieve_protocol
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverOverloadedError,
     RetrieverRefusedError,
     RetrieverTimeoutError,
 )
+from mujica_jax.retrieval.retrieve_protocol import DEFAULT_TOPK
 from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetriever
-from mujica_jax.retrieval.text.corpus import Hits
+from mujica_jax.retrieval.text.corpus import Hits, Passage
 from mujica_jax.retrieval.text.index import Index
 
 # The most queries in one request.
@@ -56,6 +62,22 @@ STATUSES = {
 }
 # Extra headers of an answer, by its status.
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}
+# The page that answers GET / and GET /docs.
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>mujica_jax retrieval</title>
+<style>body {{ max-width: 50rem; margin: 2rem auto; padding: 0 1rem; font-family: sans-serif }}</style>
+</head><body><h1>mujica_jax retrieval</h1>
+<p>This service searches an index of kind {kind} with {passages}.</p>
+<h2>POST /search</h2>
+<pre>{{"queries": ["Who directed The Purple Shore?"], "k": 5}}
+-&gt; {{"version": "...", "results": [[{{"id", "title", "text", "score"}}, ...]]}}</pre>
+<h2>POST /retrieve</h2>
+<p>The protocol of Search-R1 and verl. <code>contents</code> is the title in quotes, a newline, and the
+text.</p>
+<pre>{{"queries": ["Who directed The Purple Shore?"], "topk": 3, "return_scores": true}}
+-&gt; {{"result": [[{{"document": {{"id", "contents"}}, "score"}}, ...]]}}</pre>
+<h2>GET /healthz, GET /metrics</h2>
+<p>Health after a real search, and counters for Prometheus.</p></body></html>
+"""
 # Names of the Prometheus counters begin with this.
 PREFIX = "mujica_retrieval_"
 # Help text of each Prometheus counter.
@@ -97,8 +119,18 @@ class Metrics:
         yield answers
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a request asks for."""
+
+    queries: list[str]
+    k: int
+    # The form of a hit in the answer.
+    hit_of: Callable[[Passage, float], dict[str, Any]]
+
+
 class _Service:
-    """The three routes of the service of one retriever."""
+    """The routes of the service of one retriever."""
 
     def __init__(self, retriever: IndexRetriever, kind: str) -> None:
         self._retriever = retriever
@@ -114,9 +146,22 @@ class _Service:
 
     async def search(self, request: Request) -> Response:
         """Answer POST /search, and count the answer by its status."""
+        return await self._answered(request, _read)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Answer POST /retrieve, and count the answer by its status."""
+        return await self._answered(request, _read_retrieve)
+
+    async def page(self) -> HTMLResponse:
+        """Answer GET / and GET /docs."""
+        passages = f"{len(self._retriever.index.passages):,} passages"
+        return HTMLResponse(PAGE.format(kind=html.escape(self._kind), passages=passages))
+
+    async def _answered(self, request: Request, read: Callable[[bytes, int], _Asked]) -> Response:
+        """Return the answer to a request whose body `read` understands, and count it."""
         try:
             status = 200
-            content = await self._search(request)
+            content = await self._search(request, read)
         except BadRequestError as error:
             status = error.status
             content = json.dumps({"error": str(error)})
@@ -144,20 +189,24 @@ class _Service:
         """Answer GET /metrics."""
         return PlainTextResponse(generate_latest(self._registry).decode())
 
-    async def _search(self, request: Request) -> bytes:
+    async def _search(self, request: Request, read: Callable[[bytes, int], _Asked]) -> bytes:
         """Return the JSON body that answers a request. Raises BadRequestError or RetrievalError."""
         retriever = self._retriever
-        queries, k = _read(await _read_body(request), passages=len(retriever.index.passages))
-        different_queries = len(set(queries))
+        asked = read(await _read_body(request), len(retriever.index.passages))
+        different_queries = len(set(asked.queries))
         if different_queries > retriever.max_waiting:
             raise BadRequestError(
                 f"the request has {different_queries} different queries, but the queue of this "
                 f"service holds at most {retriever.max_waiting}: send fewer at once",
                 status=413,
             )
-        results = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
+        results = await asyncio.gather(*(retriever.hits(query, asked.k) for query in asked.queries))
         async with self._reading:
-            return await asyncio.to_thread(_answer, retriever.index, results)
+            hits = await asyncio.to_thread(_hits, retriever.index, results, asked.hit_of)
+        if read is _read_retrieve:
+            return b'{"result":[%b]}' % hits
+        version = json.dumps(retriever.index.version).encode()
+        return b'{"version":%b,"results":[%b]}' % (version, hits)
 
 
 def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
@@ -165,6 +214,9 @@ def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
     app = FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
     service = _Service(retriever, kind)
     app.add_api_route("/search", service.search, methods=["POST"], response_model=None)
+    app.add_api_route("/retrieve", service.retrieve, methods=["POST"], response_model=None)
+    for route in ("/", "/docs"):
+        app.add_api_route(route, service.page, methods=["GET"], response_model=None)
     app.add_api_route("/healthz", service.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", service.metrics, methods=["GET"], response_model=None)
     return app
@@ -252,47 +304,81 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _read(body: bytes, passages: int) -> tuple[list[str], int]:
-    """Return the queries and k of a request. Raises BadRequestError if they are invalid.
+def _read(body: bytes, passages: int) -> _Asked:
+    """Return what a request to /search asks for. Raises BadRequestError if it is invalid.
 
     `passages` is the number of passages in the index, the upper limit of k.
     """
+    content = _object(body)
+    queries = _queries(content, '"queries" (a list of strings) and "k" (an integer)')
+    k = content.get("k")
+    max_k = min(passages, MAX_RESULTS)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= max_k:
+        raise BadRequestError(f"k is {k!r}: give 1 to {max_k}")
+    return _Asked(queries=queries, k=k, hit_of=_hit)
+
+
+def _read_retrieve(body: bytes, passages: int) -> _Asked:
+    """Return what a request to /retrieve asks for. Raises BadRequestError if it is invalid.
+
+    As in other servers, a topk above the number of passages returns all of them.
+    """
+    content = _object(body)
+    queries = _queries(content, '"queries" (a list of strings)')
+    topk = DEFAULT_TOPK if content.get("topk") is None else content["topk"]
+    if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= MAX_RESULTS:
+        raise BadRequestError(f"topk is {topk!r}: give 1 to {MAX_RESULTS}")
+    return_scores = content.get("return_scores", False)
+    if not isinstance(return_scores, bool):
+        raise BadRequestError(f"return_scores is {return_scores!r}: give true or false")
+    hit_of = functools.partial(retrieve_protocol.hit_of, return_scores=return_scores)
+    return _Asked(queries=queries, k=min(topk, passages), hit_of=hit_of)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request's body. Something else counts as an empty object."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the request is not JSON ({error})") from error
+    return content if isinstance(content, dict) else {}
 
-    queries: Any = None
-    k: Any = None
-    if isinstance(content, dict):
-        queries = content.get("queries")
-        k = content.get("k")
+
+def _queries(content: dict[str, Any], fields: str) -> list[str]:
+    """Return the queries of a request. `fields` names the fields that it needs."""
+    queries = content.get("queries")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise BadRequestError(
-            'the request needs "queries" (a list of strings) and "k" (an integer)'
-        )
+        raise BadRequestError(f"the request needs {fields}")
     if not 1 <= len(queries) <= MAX_QUERIES:
         raise BadRequestError(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
-    max_k = min(passages, MAX_RESULTS)
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= max_k:
-        raise BadRequestError(f"k is {k!r}: give 1 to {max_k}")
-    return queries, k
+    return queries
 
 
-def _answer(index: Index, results: Sequence[Hits]) -> bytes:
-    """Return the JSON body of an answer. Raises BadRequestError if it would be too large."""
+def _hit(passage: Passage, score: float) -> dict[str, Any]:
+    """Return one hit of an answer to /search."""
+    return {
+        "id": passage.id,
+        "title": passage.title,
+        "text": passage.text,
+        "score": round(score, 6),
+    }
+
+
+def _hits(
+    index: Index,
+    results: Sequence[Hits],
+    hit_of: Callable[[Passage, float], dict[str, Any]],
+) -> bytes:
+    """Return the JSON lists of hits, one for each query, with commas between them.
+
+    Raises BadRequestError if they would be too large.
+    """
     result_texts = []
     size = 0  # bytes of all hits
     for hits in results:
         hit_texts = []
         for position, score in hits:
-            passage = index.passages[position]
-            hit = {
-                "id": passage.id,
-                "title": passage.title,
-                "text": passage.text,
-                "score": round(score, 6),
-            }
+            hit = hit_of(index.passages[position], score)
             hit_text = json.dumps(hit, ensure_ascii=False).encode()
             hit_texts.append(hit_text)
             size += len(hit_text)
@@ -303,5 +389,4 @@ def _answer(index: Index, results: Sequence[Hits]) -> bytes:
                     status=413,
                 )
         result_texts.append(b"[" + b",".join(hit_texts) + b"]")
-    version_text = json.dumps(index.version).encode()
-    return b'{"version":%b,"results":[%b]}' % (version_text, b",".join(result_texts))
+    return b",".join(result_texts)

@@ -11,6 +11,7 @@ from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.client import open_remote
 from mujica_jax.retrieval.graph.endpoint import SCHEME
 from mujica_jax.retrieval.graph.index import KIND
+from mujica_jax.retrieval.retrieve_protocol import open_protocol
 from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.bm25 import Bm25Index
@@ -45,6 +46,15 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
     `corpus` returns the task's own passages. They are searched if the configuration names no index.
     Raises UserError if the index does not fit the configuration.
     """
+    if config.retriever == "http":
+        if not is_service(config.index):
+            raise UserError(
+                f"task.retriever is http, but task.index is {config.index}: give the address of a "
+                "server with POST /retrieve, such as --task.index http://HOST:8000"
+            )
+        assert config.index is not None, "a service has an address"
+        return open_protocol(config.index, config.top_k), corpus()
+
     if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
 

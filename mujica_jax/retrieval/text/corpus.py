@@ -339,7 +339,7 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
     title = "" if _is_blank(record.get("title")) else record["title"]
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
-        return _title_in_contents(contents)
+        return split_contents(contents)
 
     # The text is the first of these fields that has a value.
     text = record.get("text")
@@ -361,7 +361,7 @@ def _is_blank(value: object) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
-def _title_in_contents(contents: str) -> tuple[str, str]:
+def split_contents(contents: str) -> tuple[str, str]:
     """Split `contents` into title (its first line) and text.
 
     A single line is a text without a title. A single line in quotes is a title without a text.

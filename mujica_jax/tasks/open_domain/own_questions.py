@@ -90,7 +90,7 @@ def read_hub_dataset(name: str) -> Iterator[OwnRecord]:
     Needs the package datasets and, the first time, the network. Raises UserError without them.
     """
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]  # optional, see the message below
     except ImportError as error:
         raise UserError(
             f"task.data_dir is {HUB_PREFIX}{name} and the package datasets is not installed: "

@@ -136,11 +136,13 @@ def read_record(value: object, place: str) -> tuple[OpenRecord, Split | None]:
     fields = {**metadata, **value} if isinstance(metadata, Mapping) else value
     try:
         question = _question(fields)
+        context, gold = _passages(fields)
         record = OpenRecord(
             id=_id(fields, question),
             text=question,
             answers=_answers(fields),
-            **_passages(fields),
+            gold=gold,
+            context=context,
             kind=read_label(fields.get("type")),
         )
         return record, _split(fields)
@@ -228,34 +230,29 @@ def _parsed_list(value: Any) -> Any:
     return value
 
 
-def _passages(fields: Mapping[str, Any]) -> dict[str, tuple[GoldPassage, ...]]:
+def _passages(
+    fields: Mapping[str, Any],
+) -> tuple[tuple[GoldPassage, ...], tuple[GoldPassage, ...]]:
     """Return the passages given with the question, and those of them that are gold."""
-    if fields.get("paragraphs"):
-        paragraphs = [
-            (
-                GoldPassage(
-                    title=read_title(entry.get("title")),
-                    text=read_passage_text(entry.get("paragraph_text", entry.get("text"))),
-                ),
-                bool(entry.get("is_supporting")),
-            )
-            for entry in fields["paragraphs"]
-        ]
-        return {
-            "context": tuple(dict.fromkeys(passage for passage, _ in paragraphs)),
-            "gold": tuple(dict.fromkeys(passage for passage, is_gold in paragraphs if is_gold)),
-        }
-    context = read_context(fields["context"]) if fields.get("context") else []
-    facts = read_facts(fields["supporting_facts"]) if fields.get("supporting_facts") else []
-    return {
-        "context": tuple(passage for passage, _ in context),
-        "gold": gold_passages(facts, context),
-    }
+    if not fields.get("paragraphs"):
+        paragraphs = read_context(fields["context"]) if fields.get("context") else []
+        facts = read_facts(fields["supporting_facts"]) if fields.get("supporting_facts") else []
+        return tuple(passage for passage, _ in paragraphs), gold_passages(facts, paragraphs)
+
+    context: list[GoldPassage] = []
+    gold: list[GoldPassage] = []
+    for entry in fields["paragraphs"]:
+        text = read_passage_text(entry.get("paragraph_text", entry.get("text")))
+        passage = GoldPassage(title=read_title(entry.get("title")), text=text)
+        context.append(passage)
+        if entry.get("is_supporting"):
+            gold.append(passage)
+    return tuple(dict.fromkeys(context)), tuple(dict.fromkeys(gold))
 
 
 def _split(fields: Mapping[str, Any]) -> Split | None:
     name = fields.get("split")
-    if is_missing(name):
+    if name is None or is_missing(name):
         return None
     if name not in SPLIT_NAMES:
         raise ValueError(f"split is {name!r} and must be one of {', '.join(SPLIT_NAMES)}")
