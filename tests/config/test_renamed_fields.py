@@ -186,7 +186,8 @@ def test_a_wrong_name_in_a_stored_run_is_answered_with_the_new_one():
     values = dataclasses.asdict(load_config(SMOKE))
     values["method"]["initial_treshold"] = values["method"].pop("initial_threshold")
     with pytest.raises(
-        UserError, match=r"unknown field 'initial_treshold' of a stored .*; did you mean initial_threshold\?$"
+        UserError,
+        match=r"unknown field 'initial_treshold' of a stored .*; did you mean initial_threshold\?$",
     ):
         from_dict(Config, values)
 
