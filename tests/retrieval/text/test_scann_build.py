@@ -163,11 +163,10 @@ PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
-from mujica_jax.retrieval.text.embeddings import open_embeddings
-from mujica_jax.retrieval.text.scann import (write_scann)
 from mujica_jax.retrieval.estimates import scann_building_bytes
-from mujica_jax.retrieval.text.scann import (ScannParameters)
-from mujica_jax.retrieval.text.scann_package import (package)
+from mujica_jax.retrieval.text.scann import ScannParameters, write_scann
+from mujica_jax.retrieval.text.scann_package import package
+from mujica_jax.retrieval.text.vectors import open_embeddings
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
