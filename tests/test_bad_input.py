@@ -126,10 +126,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
     lacking = (
-        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, but a model from "
-        "scratch"
+        "task bare has no scripted demonstrations (it lacks demonstrations, pretraining_documents, "
+        "tokenizer_text)"
     )
-    assert f"{lacking} needs them: start from a checkpoint with --init" in message
+    assert f"{lacking}: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     # A control learns demonstrations.
     assert lacking in refused(train, SMOKE, "--run", "run", *none)

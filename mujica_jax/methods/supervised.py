@@ -278,11 +278,12 @@ def _scripted(run: Run) -> Played:
         commonest_end = f"; the most common end of the others is {stop_reason} ({count} times)"
     num_right = sum(is_right)
     num_kept = len(kept_trajectories)
-    run.progress.line(
-        f"{num_right} of {len(trajectories)} scripted demonstrations reach the gold answer, and "
-        f"{num_kept - num_right} others fail because of a deliberate mistake; these {num_kept} "
-        f"are kept{commonest_end}"
-    )
+    if trajectories:
+        run.progress.line(
+            f"{num_right} of {len(trajectories)} scripted demonstrations reach the gold answer, and "
+            f"{num_kept - num_right} others fail because of a deliberate mistake; these {num_kept} "
+            f"are kept{commonest_end}"
+        )
     question_ids = {question.id for question in run.task.questions("train")}
     num_shown = len(question_ids & {trajectory.question_id for trajectory in kept_trajectories})
     if 0 < num_shown < len(question_ids):

@@ -36,7 +36,7 @@ def from_scratch(task: Task) -> FromScratchTask:
         methods = ("demonstrations", "pretraining_documents", "tokenizer_text")
         lacking = ", ".join(name for name in methods if not hasattr(task, name))
         raise UserError(
-            f"task {task.name} lacks {lacking}, but a model from scratch needs them: start from a "
+            f"task {task.name} has no scripted demonstrations (it lacks {lacking}): start from a "
             "checkpoint with --init, and give --warmup.steps 0 or --warmup.source few_shot"
         )
     return task

@@ -99,7 +99,7 @@ class OwnPassages(Mapping[str, TextEnvironment]):
         """Return how many of a question's passages one search shows, as in "5 of 10 passages"."""
         sizes = sorted({len(passages) for passages in self._contexts.values()})
         size_range = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return f"{self._top_k} of {size_range} passages"
+        return f"{min(self._top_k, sizes[-1])} of {size_range} passages"
 
 
 def leave_incomplete_out(

@@ -140,6 +140,8 @@ def _num_pages(
         if jax.default_backend() != "tpu":
             # `ContiguousEngine` also holds a contiguous cache of full length for each slot.
             memory -= pages_for_all_slots * page_size
+    # What is reserved may be more than what is free.
+    memory = max(memory, 0)
     num_pages = min(int(memory) // page_size, pages_for_all_slots)
     if num_pages < pages_per_request:
         raise UserError(
