@@ -48,8 +48,8 @@ class MygoConfig:
     # this value. At 0, every trajectory with a reward above 0 is kept. At the highest reward, only
     # trajectories that reach it are kept.
     initial_threshold: float = 0.0
-    # Amount of replay: packed rows of earlier rounds and of the warm-up that are mixed into a
-    # round, as a multiple of the new rows. 0: no replay.
+    # Amount of replay: conversations of earlier rounds and of the warm-up that are mixed into a
+    # round, as a multiple of the new conversations. 0: no replay.
     replay: NonNegativeFloat
 
     @property
