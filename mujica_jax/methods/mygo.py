@@ -12,8 +12,12 @@ r_sup is the best possible reward. `trajectories.select` explains how we read th
 
 The policy tries a question until m trajectories are kept (`keep_per_question`) or `max_attempts`
 attempts are used up. In the agent Mujica a planner asks sub-questions, and a worker answers each of
-them from search results. A kept trajectory therefore gives several conversations to learn: the
-conversation of the planner, and one for each worker.
+them from search results. A kept trajectory therefore becomes several conversations to learn: the
+planner's, and one for each worker.
+
+Variables with the name `rows` hold these conversations, each as one object. `PackedRows` are what
+the trainer reads: rows of `trainer.sequence_length` tokens. Each packed row holds several whole
+conversations.
 
 `schedule` decides which policy samples a round:
 
@@ -101,7 +105,11 @@ def mygo(run: Run) -> list[PhaseResult]:
     Return one result for each of these phases. Phases that an earlier start of this run finished
     are read from the run directory.
     """
+    # Rounds replay demonstrations. `replayed` therefore asks for them even if `warmup.steps` is 0,
+    # provided that a script can play them.
     state, warmed_up, demonstrations = begin(run, replayed=True)
+    # `rewarded` are the demonstrations with the best reward. Rounds replay no others, because some
+    # demonstrations fail on purpose (`warmup.miss_rate`).
     rounds = _run_rounds(run, state, demonstrations.rewarded)
     return with_control(run, state, demonstrations, warmed_up, rounds)
 
@@ -120,6 +128,7 @@ def _run_rounds(
     """
     config = method_of(run, MygoConfig)
     sampler = RoundSampler(run, warm_state)
+    # Calling `state` returns the weights and the optimizer's moments after the newest phase.
     state = warm_state
     replay = list(rewarded)
     results: list[PhaseResult] = []
@@ -132,15 +141,16 @@ def _run_rounds(
         # attempts run out. Each trajectory arrives with its reward.
         sampled = sampler.sample(number)
         cost.trajectories = len(sampled.trajectories)
+        # These tokens and `trained_slots` decide how much computation the control run gets.
         cost.forward_tokens = tokens_of(sampled.trajectories)
 
         # Select: keep the trajectories that beat K, at most `keep_per_question` for each question.
-        # Their conversations are learnt.
+        # `selected.rows` are their conversations.
         selected = select_trajectories(run, number, sampled)
         cost.accepted = len(selected.trajectories)
 
-        # Learn: maximise the likelihood of these conversations, mixed with some from earlier
-        # rounds. If no trajectory was kept, the policy does not change in this round.
+        # Learn: pack these conversations and replayed older ones into training rows, and maximise
+        # their likelihood. If no trajectory was kept, the policy does not change in this round.
         steps = 0
         if selected.rows:
             packed = _pack_with_replay(run, number, selected.rows, replay)
@@ -188,7 +198,9 @@ class RoundSampler:
     def __init__(self, run: Run, warm_state: PhaseState) -> None:
         self._run = run
         self._config = method_of(run, MygoConfig)
-        # The state with index n holds policy version n, the policy after round n.
+        # The state with index n holds policy version n, the policy after round n. The list takes
+        # little memory, because training reuses the buffers of the state that it starts from. If a
+        # round is sampled from such a state, `use_policy` loads the committed policy instead.
         self._states = [warm_state]
         self._rounds_ahead = ROUNDS_AHEAD.get(self._config.schedule, self._config.rounds)
         self._threshold = self._config.initial_threshold
@@ -234,7 +246,12 @@ class RoundSampler:
         mismatch.compare(self._run, state, sampled.trajectories, number, version)
 
     def _version(self, number: int) -> int:
-        """Return the version of the policy that samples this round; 0 is the warm-up's policy."""
+        """Return the version of the policy that samples this round; 0 is the warm-up's policy.
+
+        Version n is the policy after round n. With `online`, round n is sampled by version n - 1,
+        and with `asynchronous` by version n - 2, or by 0 if that is negative. With `offline`,
+        `_rounds_ahead` is the number of all rounds, so version 0 samples every round.
+        """
         return max(0, number - 1 - self._rounds_ahead)
 
 
@@ -330,6 +347,8 @@ class _RoundPlayer:
 
     def play(self, name: str, units: Sequence[Unit]) -> None:
         """Play these units in order. `name` is shown with the progress."""
+        # In a job of several hosts, each host plays its share of the units here and stores their
+        # shards. In a job of one host, this call does nothing.
         if not self._has_workers:
             sampling.play_share(
                 self._run.progress,
@@ -342,6 +361,8 @@ class _RoundPlayer:
                     self._run, self._number, unit.index, self._on_episode
                 )
             else:
+                # Read the shard if it is already stored, by `play_share` or by an earlier start.
+                # Otherwise play the episodes and store it.
                 entry, trajectories = unit.play(self._on_episode)
             if entry is not None:
                 self.entries.append(entry)
@@ -495,7 +516,7 @@ class Selection:
 
     Attributes:
         trajectories: The kept trajectories.
-        rows: Their conversations, without those that are too long for a training row.
+        rows: Their conversations, not packed yet, without those that are longer than a packed row.
         figures: The statistics of the round, for its line of metrics.jsonl.
     """
 

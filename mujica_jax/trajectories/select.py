@@ -12,7 +12,7 @@ r_sup.
 A trajectory is kept if its reward is above K or equal to r_sup. Without the second case, K = r_sup
 would reject every trajectory. At most `keep_per_question` trajectories of a question are kept.
 Training maximises the likelihood of the planner's conversation and of each worker's conversation.
-Each conversation is learnt on its own.
+Each of them is learnt independently of the others.
 
 **GRPO.** All attempts at the same question are a group, and training compares each attempt with its
 group. If a search or the judge failed, the attempt has no reward and is left out of its group.
@@ -99,7 +99,8 @@ def select(
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
     """Return all conversations of the trajectories.
 
-    Each conversation, of a planner or of a worker, is learnt on its own.
+    Each conversation, of a planner or of a worker, is learnt independently of the others. Later,
+    `learning.packing` puts several conversations into one packed row.
     """
     return [
         conversation for trajectory in trajectories for conversation in trajectory.conversations
