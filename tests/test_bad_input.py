@@ -184,7 +184,8 @@ def test_eval_refuses_what_only_training_reads(capsys):
 @pytest.mark.parametrize("program", [train, evaluation])
 def test_an_unknown_configuration_is_answered_with_the_nearest(refused, program):
     for name in ("tiny_wrold", "confgs/tiny_world.py", "runs/tiny_world", "tiny_world.yaml"):
-        assert f"no configuration {name}: did you mean tiny_world?" in refused(program, name)
+        message = refused(program, name)
+        assert f"unknown configuration '{name}'; did you mean tiny_world?" in message
 
 
 IMPOSSIBLE = {  # flags -> what the sentence says
@@ -252,7 +253,9 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--task.kind two_wikki": "unknown task 'two_wikki'; did you mean two_wiki?",
     "--task.kind web": "unknown task 'web'; choose from tiny_world, two_wiki",
     "--reward f1_fromat": "unknown reward 'f1_fromat'; did you mean f1_format?",
-    "--task.hold-out-percent 9": "--task.hold-out-percent is a setting of task.kind two_wiki, but task.kind is tiny",
+    "--task.hold-out-percent 9": (
+        "--task.hold-out-percent is a setting of task.kind two_wiki and questions, but task.kind is"
+    ),
     # What is not here, or not possible together, is refused before the run is begun.
     "--task.facts-per-entity 99": "task.facts_per_entity is 99 and must be from 4 to 13",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
@@ -722,8 +725,9 @@ def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
     values = dataclasses.asdict(load_config(SMOKE))
     open_run(tmp_path / "run", values | {"engine": values["engine"] | {"max_num_seqz": 1}})
-    assert "EngineConfig has no field max_num_seqz: did you mean max_num_seqs?" in refused(
-        evaluation, "--checkpoint", "run"
+    assert (
+        "unknown field 'max_num_seqz' of a stored EngineConfig; did you mean max_num_seqs?"
+        in refused(evaluation, "--checkpoint", "run")
     )
 
 

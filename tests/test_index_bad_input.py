@@ -53,7 +53,7 @@ MISTAKES = {
     f"{BUILD} DIR/empty.jsonl": "there is no passage in it; give a corpus with at least one",
     "estimate --kind bm25 --corpus DIR/empty.jsonl": "give at least one",
     f"{BUILD} DIR/latin.jsonl": "DIR/latin.jsonl is not UTF-8 text",
-    f"{BUILD} DIR": "DIR cannot be read (Is a directory): give the path of a corpus",
+    f"{BUILD} DIR/words": "--corpus DIR/words holds no document (",
     f"{BUILD} DIR/nowhere.jsonl": "DIR/nowhere.jsonl cannot be read (No such file or directory)",
     "build --kind bm25 --corpus DIR/corpus.jsonl --out DIR/file": "DIR/file cannot be written (File exists)",
     f"{RECALL} DIR/questions.jsonl --k 2 13": "k is 13, but the index holds 12 passages: give 1 to 12",

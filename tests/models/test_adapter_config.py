@@ -312,12 +312,12 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, mes
         (
             {"target_modules": ["q_proj"]},
             QUERY_AND_VALUE,
-            "v_proj.lora_A.weight and adapter_config.json does not select",
+            "v_proj.lora_A.weight, but adapter_config.json does not select",
         ),
         (
             {"layers_to_transform": [0]},
             MODULES,
-            "layers.1.mlp.down_proj.lora_A.weight and adapter_config.json does not",
+            "layers.1.mlp.down_proj.lora_A.weight, but adapter_config.json does not",
         ),
         (
             {"target_modules": ["q_proj", "v_proj"]},

@@ -82,7 +82,8 @@ def test_an_adapter_of_another_base_is_refused(plain, folder):
     other = nnx.clone(plain)
     other.layers.up_kernel[...] = other.layers.up_kernel[...] + jnp.float32(1e-3)
     with pytest.raises(
-        UserError, match=f"corrects base .fingerprint {fingerprint(plain)}.*{fingerprint(other)}"
+        UserError,
+        match=f"was trained on base .fingerprint {fingerprint(plain)}.*{fingerprint(other)}",
     ):
         with_adapter(other, folder)
 

@@ -158,7 +158,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         ),
         (
             ["--agent.kind", "direct", "--agents", "mujica"],
-            "agent mujica needs prompt, which agent.kind direct",
+            "the agent mujica needs prompt, but agent.kind is direct",
         ),
         (
             ["--agents", "direct", "--worker", "w"],

@@ -700,7 +700,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
     )
     with pytest.raises(
         UserError,
-        match=r"engine.factory a:b samples .* temperature 0.0 and temperature is 1.0: use 0.0",
+        match=r"engine.factory a:b samples .* temperature 0.0, but temperature is 1.0: use 0.0",
     ):
         check_temperatures(GREEDY, {"temperature": 1.0}, "engine.factory a:b")
 
@@ -711,13 +711,13 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ("nowhere:make", "engine.factory is 'nowhere:make', but it does not exist"),
         (
             "tests.helpers.foreign_engine",
-            "engine.factory is 'tests.helpers.foreign_engine' and is not there",
+            "engine.factory is 'tests.helpers.foreign_engine', but it does not exist",
         ),
-        ("tests.helpers.foreign_engine:", "is not there"),
-        (":make_engine", "is not there"),
+        ("tests.helpers.foreign_engine:", "but it does not exist"),
+        (":make_engine", "but it does not exist"),
         (
             "tests.helpers.foreign_engine:make_motor",
-            "'tests.helpers.foreign_engine:make_motor' and is not there",
+            "'tests.helpers.foreign_engine:make_motor', but it does not exist",
         ),
         ("tests.helpers.foreign_engine:not_a_function", "but this is a int: name a function"),
         (
