@@ -9,8 +9,7 @@ from mujica_jax.inference.paging import BlockAllocator, RadixNode
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from tests.helpers.countable_engine import CountableEngine
-
-PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
+from tests.helpers.patience import HANG_SECONDS
 
 # seconds: a request with a deadline is waited for, so prompts are read in chunks beside it
 FAR = 1000.0
@@ -63,7 +62,8 @@ def cached(pages: BlockAllocator) -> list[int]:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
+    """Run a coroutine, and end it if a request was forgotten, which would wait for ever."""
+    return asyncio.run(asyncio.wait_for(main, HANG_SECONDS))
 
 
 async def settle(task: asyncio.Future) -> Completion | BaseException:

@@ -11,6 +11,7 @@ import pytest
 
 from mujica_jax.inference.requests import Completion, DeadlineError, SamplingParams
 from mujica_jax.inference.sequence import SequenceState
+from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.tiny_engine import MODEL, PAGES_A_SLOT, SLOTS, make_engine
 from tests.helpers.traffic import (
     assert_nothing_is_held,
@@ -24,7 +25,6 @@ REQUESTS = 2000
 WARM_UP = 1000
 CHECKED = 60
 AT_ONCE = 24  # more than there are slots and places in the queue
-PATIENCE_SECONDS = 300.0
 # 24 KB a request after the warm-up; the compiler's own memory moves by a few MB
 GROWTH_BYTES = 24 * 2**20
 STATM = Path("/proc/self/statm")
@@ -86,7 +86,7 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
     async def main(first: int, last: int) -> None:
         room = asyncio.Semaphore(AT_ONCE)
         await asyncio.wait_for(
-            asyncio.gather(*(serve_request(n, room) for n in range(first, last))), PATIENCE_SECONDS
+            asyncio.gather(*(serve_request(n, room) for n in range(first, last))), HANG_SECONDS
         )
         while generator._driver is not None and not generator._driver.done():
             await asyncio.sleep(0)
