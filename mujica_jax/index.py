@@ -335,6 +335,8 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
         "embedder": embeds,
         "prefixes": embeds,
         "storage": embeds,
+        "chunk_tokens": kind != GRAPH,
+        "chunk_overlap": kind != GRAPH,
         "embeddings": is_dense,
         "devices": kind == "exact",
         "recall_target": kind not in ("bm25", "scann", GRAPH, AUTO),

@@ -71,6 +71,9 @@ MISTAKES = {
     "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": (
         "--tokenizer is default, but an index of kind graph"
     ),
+    "build --kind graph --corpus DIR/graph.tsv --out OUT --chunk-tokens 9": (
+        "--chunk-tokens is 9, but an index of kind graph"
+    ),
     "build --kind graph --corpus DIR/graph.tsv --out OUT --properties P57": (
         "--properties is P57, but an index of kind graph from tables does not use it"
     ),

@@ -95,7 +95,7 @@ class OwnQuestionsConfig(MultiHopConfig):
 
     `data_dir` is a file or a folder of files: JSON, JSON Lines, CSV, TSV or Parquet, also in the
     forms of FlashRAG, verl, Search-R1, HotpotQA and BEIR. `hf:NAME` is a data set of the Hugging
-    Face Hub, which needs the package datasets. A file with train, dev (or valid) or test in its
+    Face Hub, which needs the package datasets. A file with the word train, dev or test in its
     name belongs to the split of that name.
     """
 

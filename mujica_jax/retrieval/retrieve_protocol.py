@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.client import RemoteRetriever
+from mujica_jax.http.retry import RetryPolicy
+from mujica_jax.retrieval.client import POLICY, RemoteRetriever
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.text.corpus import Passage, split_contents
 
@@ -44,11 +45,15 @@ class ProtocolRetriever(RemoteRetriever):
     route = "retrieve"
     advice = "check that a server with POST /retrieve runs there"
 
+    def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
+        super().__init__(url, concurrency=concurrency, policy=policy)
+        # The protocol has no version of the index. The address stands in for it.
+        self.version = self.url
+
     def _request(self, queries: list[str], k: int) -> dict[str, Any]:
         return {"queries": queries, "topk": k, "return_scores": True}
 
     def _results(self, answer: dict[str, Any]) -> tuple[Any, list[list[Passage]]]:
-        # The address stands in for the version of the index, which the protocol does not have.
         return self.url, [_passages(hits) for hits in answer["result"]]
 
 

@@ -125,8 +125,10 @@ class _Asked:
 
     queries: list[str]
     k: int
-    # The form of a hit in the answer.
+    # Returns a passage and its score in the form of the answer.
     hit_of: Callable[[Passage, float], dict[str, Any]]
+    # Returns the body of the answer from the index version and the lists of hits, both JSON.
+    body_of: Callable[[bytes, bytes], bytes]
 
 
 class _Service:
@@ -203,10 +205,7 @@ class _Service:
         results = await asyncio.gather(*(retriever.hits(query, asked.k) for query in asked.queries))
         async with self._reading:
             hits = await asyncio.to_thread(_hits, retriever.index, results, asked.hit_of)
-        if read is _read_retrieve:
-            return b'{"result":[%b]}' % hits
-        version = json.dumps(retriever.index.version).encode()
-        return b'{"version":%b,"results":[%b]}' % (version, hits)
+        return asked.body_of(json.dumps(retriever.index.version).encode(), hits)
 
 
 def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
@@ -315,7 +314,7 @@ def _read(body: bytes, passages: int) -> _Asked:
     max_k = min(passages, MAX_RESULTS)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= max_k:
         raise BadRequestError(f"k is {k!r}: give 1 to {max_k}")
-    return _Asked(queries=queries, k=k, hit_of=_hit)
+    return _Asked(queries=queries, k=k, hit_of=_hit, body_of=_body)
 
 
 def _read_retrieve(body: bytes, passages: int) -> _Asked:
@@ -332,7 +331,7 @@ def _read_retrieve(body: bytes, passages: int) -> _Asked:
     if not isinstance(return_scores, bool):
         raise BadRequestError(f"return_scores is {return_scores!r}: give true or false")
     hit_of = functools.partial(retrieve_protocol.hit_of, return_scores=return_scores)
-    return _Asked(queries=queries, k=min(topk, passages), hit_of=hit_of)
+    return _Asked(queries=queries, k=min(topk, passages), hit_of=hit_of, body_of=_body_of_retrieve)
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -362,6 +361,16 @@ def _hit(passage: Passage, score: float) -> dict[str, Any]:
         "text": passage.text,
         "score": round(score, 6),
     }
+
+
+def _body(version: bytes, hits: bytes) -> bytes:
+    """Return the body of an answer to /search."""
+    return b'{"version":%b,"results":[%b]}' % (version, hits)
+
+
+def _body_of_retrieve(version: bytes, hits: bytes) -> bytes:
+    """Return the body of an answer to /retrieve, which has no place for the version."""
+    return b'{"result":[%b]}' % hits
 
 
 def _hits(

@@ -298,6 +298,7 @@ def test_the_arguments_of_serve_are_taken(command, monkeypatch):
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))
 def test_the_arguments_of_index_are_taken(command):
     options = index._parser().parse_args(command.words)
+    assert options.run in (index.build, index.estimate, index.query, index.recall, index.serve)
     # An index that is opened has its own kind, which is not known here.
     if hasattr(options, "kind"):
         index._refuse_unread(options, options.kind)

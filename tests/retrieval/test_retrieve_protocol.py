@@ -86,7 +86,9 @@ def test_the_service_has_a_page(address):
 
 
 def test_our_client_reads_our_service_and_the_forms_of_other_servers(address):
-    assert asyncio.run(open_protocol(address, 2).search("a town", 2)) == [PASSAGES[0]]
+    retriever = open_protocol(address, 2)
+    assert retriever.version == address
+    assert asyncio.run(retriever.search("a town", 2)) == [PASSAGES[0]]
     (river,) = asyncio.run(ProtocolRetriever(address).search("a long river", 1))
     assert (river.title, river.text) == ('The "Quina"', "A river.\nIt is long.")
 

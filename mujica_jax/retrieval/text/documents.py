@@ -37,6 +37,8 @@ SUFFIXES = (*TEXT_SUFFIXES, *MARKDOWN_SUFFIXES, *HTML_SUFFIXES, *PDF_SUFFIXES)
 HIDDEN_ELEMENTS = ("script", "style", "noscript", "template", "nav", "header", "footer", "aside")
 # The file of passages in the folder of a BEIR data set.
 BEIR_CORPUS = "corpus.jsonl"
+# How much of a file is read to see how it begins.
+BEGINNING_BYTES = 1024
 INSTALL = "pip install 'mujica_jax[documents]'"
 
 # Characters of scripts without spaces between words: Chinese, Japanese, Thai, Lao, Khmer, Burmese.
@@ -77,8 +79,23 @@ class Document:
 
 
 def is_document(path: str | PurePath) -> bool:
-    """Return whether the name of a file is that of a document."""
-    return str(path).lower().endswith(SUFFIXES)
+    """Return whether a file is a document, by its name.
+
+    A local `.txt` file that begins like JSON is not. It holds records of passages, one in each line.
+    """
+    name = str(path).lower()
+    if not name.endswith(SUFFIXES):
+        return False
+    return not (name.endswith(TEXT_SUFFIXES) and _begins_like_json(Path(path)))
+
+
+def _begins_like_json(path: Path) -> bool:
+    """Return whether the first character of a file opens an object or a list."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        beginning = file.read(BEGINNING_BYTES)
+    return beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
 
 
 def corpus_files(paths: Sequence[str]) -> tuple[str, ...]:

@@ -100,9 +100,8 @@ def read_hub_dataset(name: str) -> Iterator[OwnRecord]:
     path, _, configuration = name.partition(":")
     try:
         splits: Mapping[str, Any] = datasets.load_dataset(path, configuration or None)
-    except (
-        Exception
-    ) as error:  # what it raises for a missing network differs from version to version
+    # What the package raises without a network differs from version to version.
+    except Exception as error:
         raise UserError(
             f"the data set {name} cannot be loaded ({type(error).__name__}: {error}): check its "
             "name and the network, or download it and give its folder"

@@ -18,6 +18,7 @@ FlashRAG keeps the last rows of the table inside of `metadata`, where they are r
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,13 @@ QUESTION_FIELDS = ("question", "query", "text")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "reward_model.ground_truth")
 ID_FIELDS = ("id", "_id", "qid")
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv", "*.parquet")
-# What a file's name says about the split of its questions. The first word that it contains counts.
-SPLIT_OF_NAME: Mapping[str, Split] = {
-    "train": "train",
-    "valid": "dev",
-    "dev": "dev",
-    "test": "test",
-}
+# The names of splits: in a record's field `split`, as a word of a file's name, and in data sets of the
+# Hugging Face Hub.
 SPLIT_NAMES: Mapping[str, Split] = {
     "train": "train",
+    "training": "train",
     "dev": "dev",
+    "val": "dev",
     "valid": "dev",
     "validation": "dev",
     "test": "test",
@@ -112,10 +110,13 @@ def question_files(data_dir: Path) -> list[Path]:
 
 
 def split_of_name(name: str) -> Split | None:
-    """Return the split that a file's name says, or None if it says none."""
-    for word, split in SPLIT_OF_NAME.items():
-        if word in name.lower():
-            return split
+    """Return the split that a word of a file's name says, or None if no word says one.
+
+    Words are runs of letters: `nq_test-2.jsonl` is for testing, and `latest.jsonl` says nothing.
+    """
+    for word in re.findall(r"[a-z]+", name.lower()):
+        if word in SPLIT_NAMES:
+            return SPLIT_NAMES[word]
     return None
 
 

@@ -109,6 +109,13 @@ def test_a_folder_is_indexed_and_searched(tmp_path, capsys):
     assert "chunking" in capsys.readouterr().err
 
 
+def test_a_text_file_of_json_records_is_no_document(tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text('\n{"id": "1", "title": "Tisby", "text": "A town."}\n')
+    (passage,) = stream_corpus([str(file)])
+    assert (passage.id, passage.title, passage.text) == ("1", "Tisby", "A town.")
+
+
 def test_a_folder_of_beir_stands_for_its_corpus(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d1", "title": "T", "text": "x"}')
     (tmp_path / "readme.md").write_text("# BEIR")

@@ -104,7 +104,8 @@ def test_names_of_files_and_records_decide_the_split(tmp_path):
         "dev": {"b", "d"},
         "test": {"c"},
     }
-    assert split_of_name("questions.jsonl") is None
+    names = ("questions.jsonl", "latest.jsonl", "nq_test-2.jsonl", "NQ-open.dev.jsonl.gz")
+    assert [split_of_name(name) for name in names] == [None, None, "test", "dev"]
 
 
 def test_other_questions_are_split_by_their_ids(tmp_path):
