@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 TurnRole = Literal["context", "model"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
 
 
 class StopReason(enum.StrEnum):
@@ -202,6 +203,31 @@ class Conversation:
             for turn in self.turns
         ]
         return dataclasses.replace(self, turns=tuple(turns))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message of a conversation that is text, as files of conversations hold it.
+
+    `learning.conversations` writes messages as a `Conversation`, in the tokens of a chat template.
+
+    - `trained` is True if maximum likelihood learns the message. Only the assistant's may be.
+    - `ends_turn` is True if the model ends the message with its end-of-turn token. That token is
+      then learnt too. It is False for a message that a stop string ended.
+    - `tag` is the name of the protocol tag that encloses the message, such as "information". It is
+      empty for a message without a tag. `content` does not include the tag.
+    """
+
+    role: MessageRole
+    content: str
+    trained: bool = False
+    ends_turn: bool = True
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.role == "assistant" or not self.trained, (
+            "only messages of the assistant carry loss"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

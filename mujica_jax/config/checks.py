@@ -16,6 +16,7 @@ from mujica_jax.config.fields import check_bounds, check_types, field_value, fla
 from mujica_jax.config.methods import (
     DecexTreeConfig,
     EviPathConfig,
+    FileMethodConfig,
     MygoConfig,
     PolicyGradientConfig,
     RemoteConfig,
@@ -282,6 +283,8 @@ def check_method(config: Config) -> None:
             _check_evipath(config, method)
         case DecexTreeConfig():
             _check_trees(config, method)
+        case FileMethodConfig():
+            _check_data(method)
 
     if config.reward == "staged":
         _check_staged(config.staged)
@@ -468,6 +471,15 @@ def _check_trees(config: Config, method: DecexTreeConfig) -> None:
             f"{method.dpo}, method.decision_pairs {method.decision_pairs} and "
             f"method.execution_pairs {method.execution_pairs}: set method.sft to True, or "
             "method.dpo and one kind of pairs"
+        )
+
+
+def _check_data(method: FileMethodConfig) -> None:
+    """Check that a method that learns files names at least one. Raises UserError."""
+    if not method.data or not all(isinstance(name, str) and name for name in method.data):
+        raise UserError(
+            f"method.data is {method.data}, but method.kind {method.kind} learns a file: give "
+            "--method.data FILE, with conversations for sft or preference pairs for dpo"
         )
 
 

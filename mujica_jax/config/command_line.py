@@ -18,6 +18,7 @@ import tyro
 
 from mujica_jax.config.files import load_config
 from mujica_jax.config.kinds import check_kind, section_types, sections_with_kinds, with_kind
+from mujica_jax.config.methods import FileMethodConfig
 from mujica_jax.config.renamed_fields import with_new_flags
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
@@ -28,11 +29,23 @@ Section = TypeVar("Section")
 def command_line(arguments: Sequence[str], *, default: str) -> Config:
     """Return the Config of a command line `[FILE] [flags]`.
 
-    FILE is a path or the name of a file in configs/.
+    FILE is a path or the name of a file in configs/. With `--init` and `--method.kind sft` or
+    `dpo`, the warm-up of FILE is left out, unless a flag `--warmup.*` asks for it.
     """
     words = list(arguments)
     name = take_file(words) or default
-    return override(load_config(name), words, prog=f"python -m mujica_jax.train {name}")
+    from_file = load_config(name)
+    config = override(from_file, words, prog=f"python -m mujica_jax.train {name}")
+
+    # A method that learns a file starts at the checkpoint itself. The warm-up of the configuration
+    # file was meant for the method that the file names.
+    is_other_method = config.method.kind != from_file.method.kind
+    learns_file = isinstance(config.method, FileMethodConfig) and is_other_method
+    asks_for_warmup = any(word.startswith("--warmup.") for word in words)
+    if config.init and learns_file and not asks_for_warmup:
+        warmup = dataclasses.replace(config.warmup, steps=0)
+        config = dataclasses.replace(config, warmup=warmup)
+    return config
 
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:

@@ -50,9 +50,11 @@ def with_kind(values: Section, section: str, new_kind: type) -> Section:
     old_defaults = _defaults(type(old_section))
     new_fields = _fields(new_kind) - {"kind"}
 
-    # Fields of both kinds keep a value that was chosen; a mere default gives way to the new one.
+    # Fields of both kinds keep a value that was chosen; a mere default gives way to the new one. A
+    # kind may name fields whose values mean something else in the other kinds.
     fields: dict[str, Any] = {}
-    for name in new_fields & _fields(type(old_section)):
+    shared_fields = new_fields & _fields(type(old_section))
+    for name in shared_fields - set(getattr(new_kind, "own_defaults", ())):
         value = getattr(old_section, name)
         was_chosen = value != old_defaults.get(name, tyro.MISSING)
         if was_chosen or name not in new_defaults:

@@ -14,6 +14,7 @@ from mujica_jax.config.bounds import (
     PositiveFloat,
     PositiveInt,
     at_least,
+    at_most,
 )
 
 
@@ -283,6 +284,60 @@ class DecexTreeConfig:
     dpo_learning_rate: PositiveFloat = 5e-7
     # Number of passes over the preference pairs.
     dpo_epochs: PositiveInt = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileMethodConfig:
+    """Learn a file of your own, and evaluate the policy before and after it.
+
+    A run that starts from a checkpoint (`--init`) has no warm-up, unless a flag asks for one
+    (`config.command_line`).
+    """
+
+    # Method. `--method.kind NAME --help` shows the settings of another method.
+    kind: str
+    # Files to learn, or folders of such files: .jsonl, .json or .parquet.
+    data: tuple[str, ...]
+    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
+    learning_rate: float
+    # Learning rate at the end.
+    end_learning_rate: float
+    # Number of passes over the file.
+    epochs: PositiveInt
+    # Share of the updates in which the learning rate rises, at least 0 and below 1.
+    warmup_ratio: FloatBelowOne = 0.1
+    # Percentage of the records that are not learnt, by the hash of their text. Their loss is
+    # reported before and after learning. 0: all records are learnt.
+    validation_percent: Annotated[int, at_least(0), at_most(90)] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftConfig(FileMethodConfig):
+    """SFT: maximise the likelihood of the assistant's messages in a file of conversations."""
+
+    # Method. `--method.kind NAME --help` shows the settings of another method.
+    kind: Literal["sft"] = "sft"
+    implementation: ClassVar[str] = "mujica_jax.methods.sft:sft"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DpoConfig(FileMethodConfig):
+    """DPO: learn to prefer the chosen conversation of each pair in a file of preference pairs."""
+
+    # Method. `--method.kind NAME --help` shows the settings of another method.
+    kind: Literal["dpo"] = "dpo"
+    implementation: ClassVar[str] = "mujica_jax.methods.dpo:dpo"
+    # Fields that do not keep the value of another kind: learning rates of maximum likelihood are
+    # too high for DPO (`kinds.with_kind`).
+    own_defaults: ClassVar[tuple[str, ...]] = ("learning_rate", "end_learning_rate", "epochs")
+    # Strength with which DPO keeps the policy close to the policy before DPO (beta).
+    beta: PositiveFloat = 0.1
+    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
+    learning_rate: float = 5e-7
+    # Learning rate at the end.
+    end_learning_rate: float = 0.0
+    # Number of passes over the file.
+    epochs: PositiveInt = 1
 
 
 # Names of the rewards that have their own section.

@@ -28,9 +28,11 @@ from mujica_jax.config.bounds import (
 from mujica_jax.config.methods import (
     DapoConfig,
     DecexTreeConfig,
+    DpoConfig,
     EviPathConfig,
     GrpoConfig,
     MygoConfig,
+    SftConfig,
     StagedRewardConfig,
 )
 from mujica_jax.config.methods import JudgeConfig as JudgeConfig
@@ -355,7 +357,9 @@ class SamplingConfig:
     workers: Literal["internal", "external"] = "internal"
 
 
-MethodConfig = MygoConfig | GrpoConfig | DapoConfig | EviPathConfig | DecexTreeConfig
+MethodConfig = (
+    MygoConfig | GrpoConfig | DapoConfig | EviPathConfig | DecexTreeConfig | SftConfig | DpoConfig
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

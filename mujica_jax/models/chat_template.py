@@ -108,6 +108,50 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
     )
 
 
+def scaffold_between(
+    render: Callable[[list[dict[str, str]]], str], roles: Sequence[str], *, opens: bool
+) -> list[str] | None:
+    """Return the scaffold before each of these messages, and the scaffold behind the last one.
+
+    `roles` are the roles of consecutive messages that the model does not write. The last piece ends
+    with the generation prompt. With `opens` the messages begin the conversation. Otherwise they
+    follow a turn of the model, and the first piece closes that turn.
+
+    Returns None if the template does not write messages with these roles in this order.
+    """
+    import jinja2
+
+    contents = [f"Message{_in_letters(number)}StandIn" for number in range(len(roles))]
+    messages = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=True)
+    ]
+    if not opens:
+        opening = [{"role": "user", "content": USER}, {"role": "assistant", "content": MODEL}]
+        messages = [*opening, *messages]
+    try:
+        rest = render(messages)
+    except jinja2.TemplateError:
+        return None
+    if not opens:
+        _, _, rest = rest.partition(MODEL)
+
+    pieces: list[str] = []
+    for content in contents:
+        piece, placeholder, rest = rest.partition(content)
+        if not placeholder:
+            return None
+        pieces.append(piece)
+    return [*pieces, rest]
+
+
+def _in_letters(number: int) -> str:
+    """Return a number as a word of capital letters, with A for the digit 0 and J for 9.
+
+    Placeholders have only letters, so that no filter of a template changes them.
+    """
+    return "".join(chr(ord("A") + int(digit)) for digit in str(number))
+
+
 def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
     """Return whether two prompts are the same, except for a thought at their end.
 

@@ -22,9 +22,16 @@ from typing import Any
 import tokenizers
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.chat_template import FIRST_SURROGATE, ChatPieces, read_messages, take_apart
+from mujica_jax.models.chat_template import (
+    FIRST_SURROGATE,
+    ChatPieces,
+    read_messages,
+    scaffold_between,
+    take_apart,
+)
 from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
 from mujica_jax.models.thoughts import within_opened_thought
+from mujica_jax.records import Message
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
 END_OF_TEXT = "<|endoftext|>"
@@ -119,6 +126,8 @@ class Tokenizer:
         self._tags = _TokenSplitter(tag_ids)
         self._plain = _without_added_tokens(self._backend, added)
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        # The scaffold around messages of these roles, as `scaffold_between` returns it.
+        self._scaffolds: dict[tuple[bool, tuple[str, ...]], list[str] | None] = {}
 
         # Do this even if `stop_token_ids` are passed: `end_of_turn_id` checks the chat template.
         end_ids = [self.end_of_turn_id] if wrapped.chat_template else []
@@ -310,12 +319,7 @@ class Tokenizer:
         is untrusted, and is neutralised. With `tag` the message is put between <tag> and </tag>,
         which become tokens.
         """
-        content: list[int | str] = [self._content(neutralise(user))]
-        if tag is not None:
-            opening = self._tags.split(f"<{tag}>\n")
-            closing = self._tags.split(f"\n</{tag}>")
-            content = [*opening, *content, *closing]
-        return self._continue(content, stopped)
+        return self._continue(self._untrusted(user, tag or ""), stopped)
 
     def _continue(self, content: Sequence[int | str], stopped: bool) -> list[int]:
         """Return the ids after a model's turn. `content` has the parts of the next user message."""
@@ -324,6 +328,79 @@ class Tokenizer:
             after_model = after_model[1:]
         before_model = self._added.split(self._pieces.before_model)
         return self._encode([*after_model, *content, *before_model])
+
+    def open_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of the messages before the model's first turn.
+
+        The ids begin with the first token and end with the generation prompt. They may begin with a
+        system prompt that the chat template adds. For a system prompt and one user message they are
+        the ids of `open_conversation`.
+
+        A system prompt is written without special tokens. Messages of users and tools are untrusted,
+        and are neutralised. If the template has no role for a system prompt, it stands at the
+        beginning of the next message. If the template has no role for tools, their messages are
+        written as a user's. Raises UserError if the template cannot write these messages.
+        """
+        return self._encode(self._parts_of(messages, opens=True))
+
+    def continue_messages(self, messages: Sequence[Message], stopped: bool) -> list[int]:
+        """Return the ids that follow a model's turn, up to the next generation prompt.
+
+        For one user message they are the ids of `continue_conversation`, and `stopped` has the same
+        meaning. See `open_messages`.
+        """
+        parts = self._parts_of(messages, opens=False)
+        return self._encode(parts[1:] if stopped else parts)
+
+    def _parts_of(self, messages: Sequence[Message], *, opens: bool) -> list[int | str]:
+        """Return messages with the scaffold around them, up to the next generation prompt."""
+        roles = [message.role for message in messages]
+        contents: list[list[int | str]] = []
+        for message in messages:
+            is_system = message.role == "system"
+            content = self._content(message.content)
+            contents.append([content] if is_system else self._untrusted(content, message.tag))
+
+        scaffold = self._scaffold(roles, opens=opens)
+        if scaffold is None:
+            roles = ["user" if role == "tool" else role for role in roles]
+            scaffold = self._scaffold(roles, opens=opens)
+        if scaffold is None and opens and roles[0] == "system" and len(roles) > 1:
+            scaffold = self._scaffold(roles[1:], opens=opens)
+            first_content = [f"{messages[0].content}\n\n", *contents[1]]
+            contents = [first_content, *contents[2:]]
+        if scaffold is None:
+            place = "at the beginning" if opens else "after a turn of the assistant"
+            raise UserError(
+                f"the chat template in {self._template_place} cannot write the messages "
+                f"{', '.join(roles)} {place}: merge or leave out messages, or use the template of "
+                "another checkpoint"
+            )
+
+        parts = self._added.split(scaffold[0])
+        if not opens and parts[:1] != [self.end_of_turn_id]:
+            raise UserError(
+                f"the chat template in {self._template_place} closes a turn of the assistant with "
+                f"{scaffold[0]!r} before a message of {roles[0]}, and in another way before a "
+                "user's: use the template of another checkpoint"
+            )
+        for content, piece in zip(contents, scaffold[1:], strict=True):
+            parts += [*content, *self._added.split(piece)]
+        return parts
+
+    def _scaffold(self, roles: Sequence[str], *, opens: bool) -> list[str] | None:
+        """Return the scaffold around messages of these roles. See `scaffold_between`."""
+        key = (opens, tuple(roles))
+        if key not in self._scaffolds:
+            self._scaffolds[key] = scaffold_between(self._render, roles, opens=opens)
+        return self._scaffolds[key]
+
+    def _untrusted(self, text: str, tag: str) -> list[int | str]:
+        """Return the parts of an untrusted message, between <tag> and </tag> if there is a tag."""
+        content: list[int | str] = [self._content(neutralise(text))]
+        if not tag:
+            return content
+        return [*self._tags.split(f"<{tag}>\n"), *content, *self._tags.split(f"\n</{tag}>")]
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Return the messages of a conversation, for a chat API.

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mujica_jax.agents.protocol import PromptMode
+from mujica_jax.config.methods import DpoConfig, FileMethodConfig, SftConfig
 from mujica_jax.config.named_objects import implementation, named_object
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import RunMismatchError, UserError
@@ -49,6 +50,11 @@ from mujica_jax.tasks.content import (
     fingerprint_of_searches,
 )
 from mujica_jax.tasks.task import Task
+from mujica_jax.trajectories.messages import (
+    fingerprint_of_files,
+    read_conversations,
+    read_preferences,
+)
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
 # The file in a run directory that records which questions the task asks and what it searches.
@@ -70,6 +76,8 @@ IGNORED = (
     "distributed",
     "sampling.workers",
     "faults",
+    # The content of these files is compared instead (`check_content`).
+    "method.data",
     # Only earlier releases have this field.
     "task.index_rows",
     # A mistake in this field is only found when the engine is made. It may be corrected without
@@ -128,6 +136,7 @@ def _check(config: Config, directory: RunPath) -> _Start:
     task = build_task(config)
     _check_reward(config, task, directory)
     _check_start(config, task)
+    _check_data(config)
 
     # Check the model: a checkpoint, or the configured size of a model from scratch.
     model = _open_checkpoint(config, task) if config.init else None
@@ -306,6 +315,17 @@ def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
         judge.check()
 
 
+def _check_data(config: Config) -> None:
+    """Check that every record of the files that the method learns can be read.
+
+    Raises UserError with the file and line of a record that cannot.
+    """
+    if isinstance(config.method, SftConfig):
+        read_conversations(config.method.data)
+    elif isinstance(config.method, DpoConfig):
+        read_preferences(config.method.data)
+
+
 def _check_start(config: Config, task: Task) -> None:
     """Check that the configuration suits the start of the run: a checkpoint or random weights."""
     has_demonstrations = bool(config.warmup.steps or config.eval.control)
@@ -376,6 +396,8 @@ def check_content(store: Store, config: Config, task: Task) -> None:
         content["paragraphs of the training questions"] = fingerprint_of_paragraphs(
             task, train_questions
         )
+    if isinstance(config.method, FileMethodConfig):
+        content["method.data"] = fingerprint_of_files(config.method.data)
     store.write_json_once(CONTENT, content)
 
     first_content = store.read_json(CONTENT)

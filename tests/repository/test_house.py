@@ -33,7 +33,19 @@ FLOORS = (
     ("runs",),
     ("methods",),
     ("commands",),
-    ("train", "eval", "sample", "index", "plan", "serve", "ask", "view", "export", "__main__"),
+    (
+        "train",
+        "eval",
+        "sample",
+        "index",
+        "plan",
+        "serve",
+        "ask",
+        "view",
+        "export",
+        "conversations",
+        "__main__",
+    ),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 HEAVY = {

@@ -50,8 +50,9 @@ from mujica_jax.methods.decex.records import (
 )
 from mujica_jax.methods.decex.tree import Growth, Tree
 from mujica_jax.methods.decex.writer import TreeWriter
+from mujica_jax.methods.dpo import Pair, learn_pairs, num_tokens, packed_pairs, pairs_that_fit
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Conversation, Question, Trajectory
+from mujica_jax.records import Question, Trajectory
 from mujica_jax.report.progress import Stage
 from mujica_jax.runs import evaluation, learning, mismatch, sampling
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
@@ -65,7 +66,6 @@ from mujica_jax.trajectories.store import ShardEntry
 ROUND = 1
 SFT = Phase(name="sft", step=1)
 DPO = Phase(name="dpo", step=2)
-REFERENCE = "phases/dpo-reference.npy"
 
 
 def decex(run: Run) -> list[PhaseResult]:
@@ -282,40 +282,16 @@ def _report_trees(run: Run, records: Sequence[Trajectory], *, num_chains: int) -
         )
 
 
-def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
-    """Return the conversations of the pairs that are learnt: chosen, rejected, chosen, ...
-
-    These are the pairs of the configured kinds. Both sides of a pair must have a token to train,
-    and together they must fit into a row.
-    """
+def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Pair]:
+    """Return the pairs of the configured kinds that can be learnt (`pairs_that_fit`)."""
     config = method_of(run, DecexTreeConfig)
-    sequence_length = run.config.trainer.sequence_length
     is_learnt = {"decision": config.decision_pairs, "execution": config.execution_pairs}
-    pairs = [record.conversations for record in records if is_pair(record)]
-    pairs = [pair for pair in pairs if is_learnt[pair[0].role]]
-    trained = [pair for pair in pairs if _trains_both_sides(pair)]
-    fitting = [pair for pair in trained if _num_tokens(pair) <= sequence_length]
-    if len(trained) < len(pairs):
-        run.progress.line(
-            f"{len(pairs) - len(trained)} of {len(pairs)} preference pairs have a side without a "
-            "token to train and are left out"
-        )
-    if len(fitting) < len(trained):
-        run.progress.line(
-            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {sequence_length} "
-            "tokens and are left out"
-        )
-    return [side for pair in fitting for side in pair]
-
-
-def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
-    """Return whether both sides of a pair have a token to train."""
-    return all(any(side.loss_mask) for side in pair)
-
-
-def _num_tokens(conversations: Sequence[Conversation]) -> int:
-    """Return the number of tokens of these conversations."""
-    return sum(len(conversation.token_ids) for conversation in conversations)
+    pairs: list[Pair] = []
+    for record in records:
+        if is_pair(record):
+            chosen, rejected = record.conversations
+            pairs.append((chosen, rejected))
+    return pairs_that_fit(run, [pair for pair in pairs if is_learnt[pair[0].role]])
 
 
 def _learn_chains(
@@ -360,28 +336,23 @@ def _learn_chains(
 
 
 def _learn_pairs(
-    run: Run, state: PhaseState, pairs: Sequence[Conversation], cost: PhaseCost
+    run: Run, state: PhaseState, pairs: Sequence[Pair], cost: PhaseCost
 ) -> PhaseResult:
     """Learn the preference pairs by DPO, and return the phase's result.
 
     The reference policy is the policy in `state`.
     """
     config = method_of(run, DecexTreeConfig)
-    trainer = run.config.trainer
-    packed = pack(
-        pairs, sequence_length=trainer.sequence_length, seed=run.config.seed + DPO.step, pairs=True
-    )
-    reference = learning.score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
+    packed = packed_pairs(run, DPO, pairs)
     plan = LearningPlan(
-        steps=steps_of_epochs(packed.num_rows, trainer.batch_size, config.dpo_epochs),
+        steps=steps_of_epochs(packed.num_rows, run.config.trainer.batch_size, config.dpo_epochs),
         peak=config.dpo_learning_rate,
         end_value=0.0,
         loss=preference.DPO(beta=config.beta),
     )
-    rows = packed.with_columns(reference_log_probs=reference)
-    learnt_state = learning.train(run, DPO.name, state, rows, plan=plan)
-    cost.forward_tokens += _num_tokens(pairs)
-    return _finish(run, DPO, learnt_state, cost, steps=plan.steps, accepted=len(pairs) // 2)
+    learnt_state = learn_pairs(run, DPO, state, packed, plan)
+    cost.forward_tokens += num_tokens(pairs)
+    return _finish(run, DPO, learnt_state, cost, steps=plan.steps, accepted=len(pairs))
 
 
 def _finish(
