@@ -12,26 +12,24 @@ JetStream's own server in these points:
 
 As in JetStream's server, the stop token is not part of the answer.
 
-The server has two threads, each with an event loop. One handles the connections. The other runs the
-generator, because calls to the device block the event loop. At most `generator.capacity` requests
-are in the server at the same time, counted from their arrival until the generator has ended them.
+The connections have a thread of their own, and so has the generator (`inference/background.py`). At
+most `generator.capacity` requests are in the server at the same time.
 """
 
-import asyncio
 import codecs
+import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
+from mujica_jax.inference.background import BackgroundGenerator, LoopThread, StoppedError
+from mujica_jax.inference.generator import GeneratorStatistics
 from mujica_jax.inference.requests import (
     DeadlineError,
     EngineError,
@@ -46,11 +44,11 @@ from mujica_jax.models.tokenizer import Tokenizer
 # base class.
 STATUS = {
     OverloadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StoppedError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     PolicyError: grpc.StatusCode.INTERNAL,
     EngineError: grpc.StatusCode.INTERNAL,
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    asyncio.CancelledError: grpc.StatusCode.UNAVAILABLE,
 }
 # By default gRPC lets two servers open the same port, and each gets a part of the requests. This
 # option forbids it.
@@ -62,15 +60,14 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """A server that answers requests on one port with one generator.
+    """A server that answers requests on one port with one generator, which has to be started.
 
-    `start` and `stop` may be called from any thread. Between these calls, nothing else may use the
-    generator.
+    `start` and `stop` may be called from any thread. Other servers may use the same generator.
     """
 
     def __init__(
         self,
-        generator: PolicyGenerator,
+        background: BackgroundGenerator,
         sampling: SamplingParams,
         *,
         tokenizer: Tokenizer | None = None,
@@ -89,9 +86,8 @@ class Server:
         self._host = host
         self._port = port
         self._credentials = credentials
-        self._device = _LoopThread("generator")
-        self._wire = _LoopThread("grpc")
-        self._orchestrator = _Orchestrator(generator, sampling, tokenizer, self._device)
+        self._wire = LoopThread("grpc")
+        self._orchestrator = _Orchestrator(background, sampling, tokenizer)
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> int:
@@ -99,7 +95,6 @@ class Server:
 
         Raises UserError if the port cannot be opened.
         """
-        self._device.start()
         self._wire.start()
         try:
             return self._wire.result_of(self._open())
@@ -113,7 +108,6 @@ class Server:
         if self._server is not None:
             self._wire.result_of(self._server.stop(grace_seconds))
             self._server = None
-        self._device.stop()
         self._wire.stop()
 
     @property
@@ -141,50 +135,50 @@ class Server:
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     """The implementation of JetStream's service.
 
-    All methods run in the event loop of the connections, except `_relay`. It runs in the event loop
-    of the generator.
+    All methods run in the event loop of the connections.
     """
 
     def __init__(
         self,
-        generator: PolicyGenerator,
+        background: BackgroundGenerator,
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
-        device: "_LoopThread",
     ) -> None:
-        self._generator = generator
+        self._background = background
         self._sampling = sampling
         self._tokenizer = tokenizer
-        self._device = device
+        generator = background.generator
         self._stop_token_ids = generator.stop_token_ids | set(sampling.stop_token_ids)
         self._request_numbers = itertools.count()
-        self._requests_under_way = 0
+        # Requests that were refused before the generator saw them, because they were invalid.
         self._refused = 0
         self.live = False
 
     @property
     def statistics(self) -> GeneratorStatistics:
         """The generator's statistics. `refused` includes requests that this server rejected."""
-        statistics = self._generator.statistics
-        return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
+        statistics = self._background.generator.statistics
+        refused = statistics.refused + self._background.refused + self._refused
+        return dataclasses.replace(statistics, refused=refused)
 
     async def health_check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Answer whether the server takes requests."""
-        return messages.HealthCheckResponse(is_live=self.live and self._device.is_alive())
+        return messages.HealthCheckResponse(is_live=self.live and self._background.is_live)
 
     async def decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         """Answer one request with a stream of tokens, or with an error status."""
         try:
             prompt, params = self._read(request, context.time_remaining())
-            self._admit()
         except RequestError as error:
             self._refused += 1
-            failure = error
-        else:
+            await context.abort(*_status(error))
+            return
+        try:
             as_text = request.WhichOneof("content") == "text_content"
-            failure = await self._answer(prompt, params, as_text, context)
-        if failure is not None:
-            await context.abort(*_status(failure))
+            await self._answer(prompt, params, as_text, context)
+        # A request may end with any error of the engine; `_status` logs those that it does not know.
+        except Exception as error:
+            await context.abort(*_status(error))
 
     # gRPC looks up the methods by their names in JetStream's protocol.
     HealthCheck = health_check
@@ -227,127 +221,38 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             raise DeadlineError("the deadline passed before the request was read: allow more time")
         return prompt, params
 
-    def _admit(self) -> None:
-        """Check that the server has room for one more request. Raises OverloadError otherwise."""
-        if not self.live:
-            raise OverloadError("the server is stopping: send the request to another server")
-        if self._requests_under_way >= self._generator.capacity:
-            raise OverloadError(
-                f"the server is full: {self._requests_under_way} requests run or wait, and the "
-                f"limit is {self._generator.capacity}; try again later"
-            )
-
     async def _answer(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         as_text: bool,
         context: grpc.aio.ServicerContext,
-    ) -> BaseException | None:
+    ) -> None:
         """Run one request and send its tokens to the client as they are generated.
 
         With `as_text` the tokens are also sent as text. A character is sent when all of its bytes
-        have arrived. Returns None if the answer is complete, otherwise the error that ended it.
+        have arrived. Raises the error that ended the request.
         """
-        # The generator's thread puts lists of tokens into the queue, then an error or None.
-        queue: asyncio.Queue[Sequence[int] | BaseException | None] = asyncio.Queue()
-        wire_loop = asyncio.get_running_loop()
-        send = functools.partial(wire_loop.call_soon_threadsafe, queue.put_nowait)
-
-        # A request counts until the generator has ended it. Only then is there room for another.
-        def on_end(error: BaseException | None) -> None:
-            self._requests_under_way -= 1
-            queue.put_nowait(error)
-
-        self._requests_under_way += 1
-        cancel = self._device.begin(
-            self._relay(prompt, params, send),
-            on_end=functools.partial(wire_loop.call_soon_threadsafe, on_end),
-        )
+        if not self.live:
+            raise OverloadError("the server is stopping: send the request to another server")
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        try:
-            while True:
-                item = await queue.get()
-                if not isinstance(item, Sequence):
-                    failure = item
-                    break
-                tokens = [token for token in item if token not in self._stop_token_ids]
+        pieces = self._background.stream(prompt, params)
+        # Closing the stream cancels the request if the client has disconnected.
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                tokens = [token for token in piece if token not in self._stop_token_ids]
                 if tokens:
                     text = decoder.decode(self._bytes(tokens) if as_text else b"")
                     await context.write(_response(tokens, text))
-            last_text = decoder.decode(b"", final=True)
-            if last_text:
-                await context.write(_response((), last_text))
-            return failure
-        finally:
-            # Cancel the request if the client has disconnected. Otherwise this has no effect.
-            cancel()
+        last_text = decoder.decode(b"", final=True)
+        if last_text:
+            await context.write(_response((), last_text))
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of the tokens' text. They may end in the middle of a character."""
         if self._tokenizer is None:
             return b""
         return b"".join(self._tokenizer.token_bytes(token) for token in tokens)
-
-    async def _relay(
-        self, prompt: Sequence[int], params: SamplingParams, send: Callable[[Sequence[int]], Any]
-    ) -> None:
-        """Run one request and call `send` with its tokens as they are generated."""
-        async for tokens in self._generator.stream(prompt, params):
-            send(tokens)
-
-
-class _LoopThread(threading.Thread):
-    """A thread that runs an event loop."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        super().__init__(target=self._loop.run_forever, name=name, daemon=True)
-
-    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in this thread's loop, and wait for its result. Call from other threads."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def begin(
-        self, work: Coroutine[Any, Any, None], *, on_end: Callable[[BaseException | None], Any]
-    ) -> Callable[[], Any]:
-        """Start a coroutine in this thread's loop. Return a function that cancels it.
-
-        When the coroutine ends, `on_end` is called with its error, or with None. This also happens
-        if the coroutine is cancelled before it starts. The returned function may be called from any
-        thread.
-        """
-        tasks: list[asyncio.Task] = []
-
-        def report(task: asyncio.Task) -> None:
-            on_end(asyncio.CancelledError() if task.cancelled() else task.exception())
-
-        def start() -> None:
-            task = self._loop.create_task(work)
-            task.add_done_callback(report)
-            tasks.append(task)
-
-        def cancel() -> None:
-            tasks[0].cancel()
-
-        self._loop.call_soon_threadsafe(start)
-        return functools.partial(self._loop.call_soon_threadsafe, cancel)
-
-    def stop(self) -> None:
-        """Cancel all running coroutines, and end the thread."""
-        if not self.is_alive():
-            return
-        self.result_of(self._cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self.join()
-        self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        """Cancel all other tasks of this loop, and wait for them to end."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _response(token_ids: Sequence[int], text: str) -> Any:
@@ -362,11 +267,7 @@ def _status(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Return the gRPC status of an error, and the message for the client."""
     for error_class, status in STATUS.items():
         if isinstance(error, error_class):
-            sentence = (
-                str(error)
-                or "the server stopped before the answer was complete: send the request again"
-            )
-            return status, sentence
+            return status, str(error)
     logger.error("a request failed because of an error in the engine", exc_info=error)
     sentence = f"the engine failed ({type(error).__name__}): send the request again, or see the server's log"
     return grpc.StatusCode.INTERNAL, sentence

@@ -16,6 +16,7 @@ import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.errors import UserError
+from mujica_jax.inference.background import BackgroundGenerator
 from mujica_jax.inference.counters import LiveCounters, serve_metrics
 from mujica_jax.inference.engine.base import SlotState
 from mujica_jax.inference.jetstream.server import Server
@@ -64,17 +65,26 @@ def serving(
     generator: BatchedGenerator, sampling: SamplingParams = GREEDY, **options: Any
 ) -> Iterator[tuple[Server, Any]]:
     """Serve and yield the server and a client's stub."""
-    server = Server(generator, sampling, **options)
+    background = BackgroundGenerator.of(generator)
+    background.start()
+    server = Server(background, sampling, **options)
     port = server.start()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield server, jetstream_pb2_grpc.OrchestratorStub(channel)
     finally:
         server.stop(grace_seconds=0.1)
+        background.stop()
 
 
 def generator_of(engine: CountableEngine, queue_size: int = 8) -> BatchedGenerator:
     return BatchedGenerator(engine, prefix_reuse=True, queue_size=queue_size)
+
+
+def background_of(engine: CountableEngine) -> BackgroundGenerator:
+    background = BackgroundGenerator.of(generator_of(engine))
+    background.start()
+    return background
 
 
 def tokens_request(prompt: Sequence[int], max_tokens: int = 0) -> Any:
@@ -302,7 +312,7 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             assert tokens == by_hand(engine, prompt, 20)
         assert largest_load[0] <= generator.capacity
         assert server.statistics.refused == refused
-        assert server._orchestrator._requests_under_way == 0
+        assert server._orchestrator._background.under_way == 0
         assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), (
             "and it goes on"
         )
@@ -322,11 +332,11 @@ def test_a_server_that_stops_says_so_to_those_who_wait():
 
 
 def test_a_port_in_use_is_refused_in_one_sentence():
-    server = Server(generator_of(CountableEngine()), GREEDY)
+    server = Server(background_of(CountableEngine()), GREEDY)
     port = server.start()
     try:
         with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be opened"):
-            Server(generator_of(CountableEngine()), GREEDY, port=port).start()
+            Server(background_of(CountableEngine()), GREEDY, port=port).start()
     finally:
         server.stop(grace_seconds=0.0)
 

@@ -1,0 +1,230 @@
+"""The models of a server: the policy itself, and the agent that it plays.
+
+A client of the policy sends a prompt or messages and gets what the model writes next. A client of
+the agent sends a question and gets an answer. Both use one generator, in a thread of its own
+(`inference/background.py`).
+"""
+
+import codecs
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference.background import BackgroundGenerator
+from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, before_stop
+from mujica_jax.learning.conversations import conversation_of
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Message, Trajectory
+from mujica_jax.runs.asking import Answerer
+from mujica_jax.runs.episode_events import EpisodeEvent
+from mujica_jax.tasks.asked import asked_question
+from mujica_jax.tasks.task import Task
+
+# The ids of the two models.
+POLICY = "policy"
+AGENT = "agent"
+
+
+class ServedPolicy:
+    """The policy behind /v1/completions and /v1/chat/completions."""
+
+    def __init__(
+        self,
+        background: BackgroundGenerator,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
+        defaults: SamplingParams,
+    ) -> None:
+        """Serve the generator of `background`.
+
+        `max_tokens` is the largest number of tokens in a prompt and its answer. `defaults` are the
+        sampling settings for requests without their own; request i has the seed `defaults.seed` + i.
+        """
+        self.background = background
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.defaults = defaults
+        self._stop_token_ids = background.generator.stop_token_ids
+        self._numbers = itertools.count()
+
+    def next_seed(self) -> int:
+        """Return the seed of the next request."""
+        return self.defaults.seed + next(self._numbers)
+
+    def prompt_of_text(self, text: str) -> list[int]:
+        """Return the tokens of a prompt. No part of the text becomes a special token."""
+        return self.tokenizer.encode_trusted(text)
+
+    def prompt_of_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation, up to the generation prompt.
+
+        The last message is not the assistant's. Raises RequestError if the chat template cannot
+        write the messages.
+        """
+        turns_of_model = [index for index, m in enumerate(messages) if m.role == "assistant"]
+        try:
+            if not turns_of_model:
+                return self.tokenizer.open_messages(messages)
+            last_turn = turns_of_model[-1]
+            if last_turn == 0 or messages[0].role == "assistant":
+                raise RequestError(
+                    "the first message is the assistant's: begin with a system or user message"
+                )
+            conversation = conversation_of(self.tokenizer, messages[: last_turn + 1])
+            rest = self.tokenizer.continue_messages(messages[last_turn + 1 :], stopped=True)
+            return [*conversation.token_ids, *rest]
+        except RequestError:
+            raise
+        except UserError as error:
+            raise RequestError(str(error)) from error
+
+    def check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Check that a prompt and its answer fit. Raises RequestError."""
+        if len(prompt) + params.max_new_tokens > self.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_new_tokens}, but "
+                f"this server holds {self.max_tokens} together: shorten the prompt, or lower "
+                "max_tokens"
+            )
+
+    async def complete(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        """Complete a prompt. Raises RequestError."""
+        return await self.background.generate(prompt, params)
+
+    def text_of(self, completion: Completion) -> str:
+        """Return the text of a completion, without its stop token and its stop string."""
+        tokens = [token for token in completion.token_ids if token not in self._stop_ids(())]
+        text = b"".join(self.tokenizer.token_bytes(token) for token in tokens).decode(
+            errors="replace"
+        )
+        if completion.stop_string is None:
+            return text
+        return before_stop(text, completion.stop_string)
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> AsyncIterator["Piece"]:
+        """Complete a prompt, and yield its text piece by piece. Raises RequestError.
+
+        Text that may be the beginning of a stop string is held back until that is known.
+        """
+        text = HeldBackText(params.stop_strings)
+        stop_ids = self._stop_ids(params.stop_token_ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        last_token: int | None = None
+        num_tokens = 0
+        tokens = self.background.stream(prompt, params)
+        # Closing the stream cancels the request if the client has disconnected.
+        async with contextlib.aclosing(tokens):
+            async for ids in tokens:
+                last_token = ids[-1]
+                num_tokens += len(ids)
+                shown = [token for token in ids if token not in stop_ids]
+                data = b"".join(self.tokenizer.token_bytes(token) for token in shown)
+                yield Piece(text=text.push(decoder.decode(data)), token_ids=tuple(ids))
+        yield Piece(text=text.end(decoder.decode(b"", final=True)), token_ids=())
+        reason = "stop"
+        if num_tokens == params.max_new_tokens and last_token not in stop_ids and not text.stopped:
+            reason = "length"
+        yield Piece(text="", token_ids=(), finish_reason=reason)
+
+    def _stop_ids(self, more: Sequence[int]) -> frozenset[int]:
+        return self._stop_token_ids | frozenset(more)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of an answer that is streamed. Only the last one has a finish reason."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+class HeldBackText:
+    """Text that arrives in pieces, without what follows the first stop string.
+
+    As long as the end of the text may be the beginning of a stop string, that end is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._text = ""
+        self._shown = 0
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """Add a piece, and return the text that can be shown now."""
+        self._text += piece
+        visible = self._visible()
+        return self._show(len(visible) - self._possible_stop(visible))
+
+    def end(self, piece: str) -> str:
+        """Add the last piece, and return the rest of the text."""
+        self._text += piece
+        return self._show(len(self._visible()))
+
+    def _visible(self) -> str:
+        """Return the text before the first stop string that is not inside of a thought."""
+        shortest = self._text
+        for stop in self._stops:
+            before = before_stop(self._text, stop)
+            if len(before) < len(shortest):
+                shortest = before
+        self.stopped = len(shortest) < len(self._text)
+        return shortest
+
+    def _possible_stop(self, text: str) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        if self.stopped:
+            return 0
+        longest = max((len(stop) for stop in self._stops), default=1)
+        for length in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def _show(self, end: int) -> str:
+        piece = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return piece
+
+
+class ServedAgent:
+    """The agent behind the model id `agent`, and behind the page that asks it."""
+
+    def __init__(
+        self,
+        background: BackgroundGenerator,
+        answerer: Answerer,
+        task: Task,
+    ) -> None:
+        """Serve the agent of `answerer`, which searches what the task searches."""
+        self.background = background
+        self._answerer = answerer
+        self._task = task
+
+    async def answer(self, question: str) -> AsyncIterator["EpisodeEvent | Trajectory"]:
+        """Play an episode, and yield what happens in it, and then the trajectory.
+
+        Raises UserError if the question cannot be asked, and OverloadError if the server is full.
+        """
+
+        async def job(send: Callable[[Any], None]) -> None:
+            asked = await asked_question(self._task, question)
+            send(await self._answerer.answer(asked, send))
+
+        events = self.background.follow(job)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+
+def searches_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    """Yield the searches of an episode as JSON objects."""
+    for search in trajectory.searches:
+        yield dataclasses.asdict(search)
