@@ -110,8 +110,8 @@ class EvalArguments:
     beside: str | None = None
     # Whether to also draw the comparison table as a picture. This needs the extra `plots`.
     plot: bool = False
-    # A question in your own words. The agent answers it over the passages of the task, and the
-    # program shows how, instead of computing scores.
+    # A question in your own words. The agent answers it over the passages or the graph of the task,
+    # and the program shows how, instead of computing scores.
     ask: str | None = None
 
     task: schema.TaskConfig
@@ -165,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judge = open_endpoint(options.judge, policy.out)
 
         # This import starts JAX. It comes late so that mistakes in the arguments are reported fast.
-        from mujica_jax.runs.evaluate import Models, evaluate, show_answer
+        from mujica_jax.runs.asking import show_answer
+        from mujica_jax.runs.evaluate import Models, evaluate
 
         models = Models(policy=policy, worker=worker, judge=judge)
         note = other_agent(words)
@@ -194,7 +195,7 @@ def all_configs(options: EvalArguments, config: Config) -> list[Config]:
     _check_worker(options, config)
     _check_samples(options)
     if options.ask is not None:
-        _check_ask(options.ask, options, config.task)
+        _check_ask(options.ask, options)
     if options.plot and not (options.agents or options.tasks):
         raise UserError(
             "--plot draws a comparison, but there is only one result: add --agents or --tasks, "
@@ -246,20 +247,10 @@ def _check_samples(options: EvalArguments) -> None:
         )
 
 
-def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -> None:
-    """Check that the task can answer a free question, and that no comparison is asked for."""
+def _check_ask(question: str, options: EvalArguments) -> None:
+    """Check that the question is not empty, and that no comparison is asked for."""
     if not question.strip():
         raise UserError(f"--ask is {question!r}, which is empty: write a question between quotes")
-
-    environment = getattr(task, "environment", "of its own")
-    setting = getattr(task, "setting", "open")
-    shares_passages = environment == "text" and setting == "open"
-    if task.kind == "tiny_world" or not shares_passages:
-        raise UserError(
-            f"--ask is {question!r}, but {task.kind} has environment {environment} and setting "
-            f"{setting}: your own question brings no entities and no passages, so choose a task "
-            "whose questions all search the same passages (environment text, setting open)"
-        )
 
     comparisons = {
         "agents": options.agents,
