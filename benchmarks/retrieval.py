@@ -362,7 +362,7 @@ def exact_search(arguments: argparse.Namespace) -> None:
 
 def gold_recall(arguments: argparse.Namespace) -> None:
     """Compare ScaNN with exact search by the gold titles among the passages that they find."""
-    from mujica_jax import index
+    from mujica_jax.commands import index
     from mujica_jax.retrieval.embedding.find import find_embedder
     from mujica_jax.retrieval.text.corpus import PassageFile
     from mujica_jax.retrieval.text.dense import best_rows

@@ -7,7 +7,7 @@ method MyGO samples trajectories, keeps those whose reward is above a rising thr
 maximises their likelihood.
 
 To read the code, start with `records.py` (the shared data types), `config/schema.py` (all settings)
-and `train.py` (the training program).
+and `commands/train.py` (the training program).
 """
 
 import os

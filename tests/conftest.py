@@ -34,7 +34,7 @@ LONG = (
     "tests/runs/test_what_a_run_keeps.py",
     "tests/tasks/tiny_world/test_world.py",
     "tests/tasks/two_wiki/test_task.py",
-    "tests/test_serve.py",
+    "tests/commands/test_serve.py",
 )
 
 

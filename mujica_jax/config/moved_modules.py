@@ -74,6 +74,20 @@ MOVED_FUNCTIONS = {
     "mujica_jax.config.files.named_object": "mujica_jax.config.named_objects",
     "mujica_jax.config.files.of_kind": "mujica_jax.config.kinds",
     "mujica_jax.config.files.override": "mujica_jax.config.command_line",
+    "mujica_jax.eval.EvalArguments": "mujica_jax.commands.eval",
+    "mujica_jax.eval.all_configs": "mujica_jax.commands.eval",
+    "mujica_jax.eval.command_line": "mujica_jax.commands.eval",
+    "mujica_jax.eval.find_checkpoint": "mujica_jax.commands.eval",
+    "mujica_jax.eval.find_endpoint": "mujica_jax.commands.eval",
+    "mujica_jax.index.build": "mujica_jax.commands.index",
+    "mujica_jax.index.estimate": "mujica_jax.commands.index",
+    "mujica_jax.index.query": "mujica_jax.commands.index",
+    "mujica_jax.index.recall": "mujica_jax.commands.index",
+    "mujica_jax.index.serve": "mujica_jax.commands.index",
+    "mujica_jax.sample.sample": "mujica_jax.commands.sample",
+    "mujica_jax.serve.ServeArguments": "mujica_jax.commands.serve",
+    "mujica_jax.serve.serve": "mujica_jax.commands.serve",
+    "mujica_jax.train.train": "mujica_jax.commands.train",
 }
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import train
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import train
 from mujica_jax.config.checks import check
 from mujica_jax.config.kinds import of_kind
 from mujica_jax.errors import UserError

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from mujica_jax import train
+from mujica_jax.commands import train
 from mujica_jax.config.files import load_config
 from mujica_jax.config.moved_modules import MOVED_FUNCTIONS, MOVED_MODULES, moved_sentence
 from mujica_jax.config.named_objects import named_object

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import train
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import train
+from mujica_jax.commands.serve import ServeArguments
 from mujica_jax.config import renamed_fields
 from mujica_jax.config.command_line import command_line, override
 from mujica_jax.config.files import load_config
@@ -15,7 +16,6 @@ from mujica_jax.config.renamed_fields import RENAMED_FIELDS, accept_old_names
 from mujica_jax.config.schema import Config, EngineConfig, MygoConfig
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import RunMismatchError, UserError
-from mujica_jax.serve import ServeArguments
 from mujica_jax.trajectories.store import open_run
 from tests.helpers.paths import HELPERS, ROOT
 

@@ -44,7 +44,7 @@ import orbax.checkpoint  # noqa: F401 - imported late by the program
 import transformers
 
 import mujica_jax
-from mujica_jax import sample, train
+from mujica_jax.commands import sample, train
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.records import Reward, Trajectory

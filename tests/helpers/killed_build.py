@@ -65,7 +65,7 @@ def main() -> int:
     setattr(owner, name, stopping)
     vectors.CHUNK_ROWS = EMBEDDED_ROWS
     scann_package.CHUNK_ROWS = HASHED_ROWS
-    from mujica_jax import index
+    from mujica_jax.commands import index
 
     return index.main(arguments)
 

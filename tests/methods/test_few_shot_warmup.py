@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import train
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, EnginePolicy
 from mujica_jax.agents.mujica import Mujica, PlannerState
+from mujica_jax.commands import train
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config

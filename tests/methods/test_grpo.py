@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mujica_jax import train
 from mujica_jax.agents.agent import Attempt
+from mujica_jax.commands import train
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import DapoConfig, GrpoConfig, SamplingConfig, TrainerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import check_context
 from mujica_jax.models.families import Llama3RopeScaling, from_hugging_face

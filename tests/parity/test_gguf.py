@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.errors import UserError
 from mujica_jax.models import gguf as gguf_module
 from mujica_jax.models.attention import causal_self_attention

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from mujica_jax import eval as evaluation
 from mujica_jax import metrics
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.agents import DirectConfig
 from mujica_jax.errors import UserError
 from mujica_jax.report import comparison

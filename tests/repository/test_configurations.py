@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import index
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import index
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config

@@ -18,14 +18,14 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
-from mujica_jax import eval as evaluation
-from mujica_jax import index, sample, serve
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import index, sample, serve
+from mujica_jax.commands.train import DEFAULT_CONFIG
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.tasks import prepare
-from mujica_jax.train import DEFAULT_CONFIG
 from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import TWO_WIKI
 

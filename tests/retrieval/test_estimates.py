@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
 

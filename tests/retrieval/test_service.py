@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.http.client import TransientError
 from mujica_jax.http.retry import RetryPolicy

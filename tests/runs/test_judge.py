@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.checks import check, check_judge_is_asked, check_remote
 from mujica_jax.config.files import load_config
 from mujica_jax.config.methods import StagedRewardConfig

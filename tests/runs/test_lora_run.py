@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from mujica_jax.agents.agent import Attempt
+from mujica_jax.commands.eval import command_line, find_checkpoint
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
-from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.packing import pack
 from mujica_jax.models.adapters import with_adapter

@@ -14,8 +14,8 @@ import time
 import pytest
 from jax.errors import JaxRuntimeError
 
-from mujica_jax import eval as evaluation
-from mujica_jax import train
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import train
 from mujica_jax.config.checks import check_distributed
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError

@@ -18,7 +18,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from mujica_jax import eval
+from mujica_jax.commands import eval
 from mujica_jax.errors import StoreError, StoreUnavailableError, UserError
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.storage import gcs, run_directory

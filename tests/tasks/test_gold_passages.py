@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.config.tasks import HotpotConfig, MusiqueConfig
 from mujica_jax.methods.evipath.evidence import pieces, place_in

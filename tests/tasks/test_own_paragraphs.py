@@ -152,7 +152,7 @@ def test_musique_gives_twenty_and_sets_without_paragraphs_none(tmp_path: Path):
 
 
 def build_index(folder: Path) -> str:
-    from mujica_jax.index import main
+    from mujica_jax.commands.index import main
 
     (folder / "corpus.jsonl").write_text(
         json.dumps({"id": "1", "title": "T", "text": "Some words."}) + "\n"

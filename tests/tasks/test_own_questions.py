@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
 from mujica_jax.runs.setup import left_out

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import sample, train
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import sample, train
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
 from mujica_jax.tasks import prepare
@@ -56,7 +56,7 @@ prepare.main(sys.argv[1:])
 WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
-from mujica_jax import eval, train
+from mujica_jax.commands import eval, train
 from mujica_jax.tasks import prepare
 statuses = [
     prepare.main(["hotpotqa", "--from", sys.argv[2]]),
@@ -69,7 +69,7 @@ print(statuses)
 # Builds a task from a plain folder.
 PLAIN = """
 import sys
-from mujica_jax import eval, sample, train
+from mujica_jax.commands import eval, sample, train
 from mujica_jax.config.tasks import HotpotConfig
 from mujica_jax.tasks import prepare
 from mujica_jax.tasks.data_folder import check_data_dir

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from mujica_jax import train
 from mujica_jax.agents import decex as decex_agent
 from mujica_jax.agents.decex import Decex, DecexState
+from mujica_jax.commands import train
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import load_config

@@ -337,7 +337,7 @@ def dump_and_table(tmp_path) -> tuple[Path, Path]:
 
 KILLED = """
 import sys, time
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.retrieval.graph import dumps as graph_dumps
 from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph import index as graph_index

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import StoreUnavailableError, UserError
 from mujica_jax.retrieval import files
 from mujica_jax.retrieval.graph import files as graph_files

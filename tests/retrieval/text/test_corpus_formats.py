@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.text.corpus import (

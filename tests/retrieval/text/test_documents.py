@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus import stream_corpus
 from mujica_jax.retrieval.text.documents import (

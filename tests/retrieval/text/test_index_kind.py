@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.retrieval.manifest import read_manifest
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.exact import ExactSearch
@@ -224,7 +224,7 @@ def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys
 WITHOUT_SCANN = """
 import contextlib, io, json, platform, sys
 sys.modules["scann"] = None
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.retrieval.text import index as indexes
 indexes.MAX_EXACT_PASSAGES = 59
 for command in json.loads(sys.argv[1]):
@@ -351,7 +351,7 @@ def test_a_build_that_was_begun_as_scann_stays_one_where_scann_is_missing(root, 
 
 LOADED = """
 import sys
-from mujica_jax import index, train, eval, serve
+from mujica_jax.commands import index, train, eval, serve
 def heavy():
     return {"scann", "tensorflow"} & {name.split(".")[0] for name in sys.modules}
 at_start = heavy()

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import recall
 from mujica_jax.retrieval.text.vectors import compressed

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text import index as indexes

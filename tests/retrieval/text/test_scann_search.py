@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import scann_package

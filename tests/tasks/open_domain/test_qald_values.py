@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score

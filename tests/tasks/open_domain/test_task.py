@@ -283,7 +283,7 @@ def test_a_question_in_both_files_is_not_trained_on(tmp_path):
     (tmp_path / "NQ-open.dev.jsonl").write_text(json.dumps(rows[1]) + "\n")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"title": "Ann", "text": "She is 1."}) + "\n")
-    from mujica_jax import index
+    from mujica_jax.commands import index
 
     assert (
         index.main(

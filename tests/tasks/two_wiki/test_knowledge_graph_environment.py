@@ -9,7 +9,7 @@ from pathlib import Path
 import pyoxigraph
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.metrics import score

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig

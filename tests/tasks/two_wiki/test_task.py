@@ -14,8 +14,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from mujica_jax import index
 from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.commands import index
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError

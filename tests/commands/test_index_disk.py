@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.text import index as indexes
 from tests.helpers.tiny_embedder import tiny_embedder, write_corpus

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.files import load_config
 from mujica_jax.runs.setup import build_task
 from tests.helpers.local_endpoint import Answer, Request, serving

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
 from mujica_jax.runtime.standard_output import READER_GONE
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.shared_data import TWO_WIKI, needs_data

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import index
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import index
 from mujica_jax.inference.remote import generator
+from tests.commands.test_eval_endpoint import command
 from tests.helpers.local_endpoint import Answer, Request, serving
-from tests.test_eval_endpoint import command
 
 ANSWER = "<answer> Ghent </answer>"
 QUESTIONS = 6

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mujica_jax import eval as evaluation
-from mujica_jax import sample, train
 from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import sample, train
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config

@@ -7,10 +7,10 @@ from pathlib import Path
 import pyoxigraph
 import pytest
 
-from mujica_jax import index
+from mujica_jax.commands import index
+from tests.commands.test_index import printed, refused
 from tests.helpers.little_graph import DIRECTOR, graph_in_memory, write_dump
 from tests.helpers.local_endpoint import Answer, serving
-from tests.test_index import printed, refused
 
 
 @pytest.fixture(scope="module")

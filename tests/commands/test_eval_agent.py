@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import eval as evaluation
+from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.agents import DecexConfig, SingleConfig
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from mujica_jax import serve
+from mujica_jax.commands import serve
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from tests.helpers.packed_rows import MODEL

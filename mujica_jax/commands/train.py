@@ -1,0 +1,95 @@
+"""Train an agent with the method that a configuration names, and print a table of its scores.
+
+    python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] \\
+        [--section.field value ...]
+
+Without a configuration file the program trains on the tiny world. If a run is killed, start it
+again with the same --run directory. It continues where it stopped.
+"""
+
+import shlex
+import sys
+import time
+
+from mujica_jax.config.checks import (
+    check,
+    check_demonstrations,
+    check_judge_is_asked,
+    check_log_probabilities,
+)
+from mujica_jax.config.command_line import command_line, take_flag
+from mujica_jax.config.named_objects import implementation
+from mujica_jax.config.schema import Config
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.tasks.data_folder import check_data_dir
+
+DEFAULT_CONFIG = "tiny_world"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program and return its exit status.
+
+    - 0: the run finished, or the machine asked the program to end and the run can be continued.
+    - 2: the user made a mistake.
+    - 130: Ctrl-C ended the program. The run can be continued.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    preemption = Preemption()
+
+    def program() -> None:
+        config = command_line(words, default=DEFAULT_CONFIG)
+        check(config)
+        check_demonstrations(config)
+        check_judge_is_asked(config)
+        check_log_probabilities(config)
+        distributed.start(config.distributed, preemption.on_notice)
+        check_data_dir(config.task)
+
+        # All processes of a job use the directory that process 0 chooses.
+        new_directory = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = config.run or distributed.broadcast("run directory", lambda: new_directory)
+
+        # The same arguments continue the run if they include its directory.
+        is_run_named = take_flag([*words], "--run")
+        resume_words = words if is_run_named else [*words, "--run", directory]
+        preemption.then = f"continue with: python -m mujica_jax.train {shlex.join(resume_words)}"
+
+        train(config, directory, preemption)
+        distributed.finish()
+
+    return preemption.exit_status(program)
+
+
+def train(config: Config, directory: str, preemption: Preemption) -> None:
+    """Train one run from start to end.
+
+    `directory` holds everything that a restart needs.
+    """
+    # These imports start JAX. They come late so that configuration mistakes are reported fast.
+    from mujica_jax.report.results import closing_table, question_tree, summary_dict
+    from mujica_jax.runs.evaluation import solved_question
+    from mujica_jax.runs.setup import open_training
+    from mujica_jax.storage.run_directory import run_path
+    from mujica_jax.trajectories.store import SUMMARY
+
+    with open_training(config, run_path(directory), preemption) as run:
+        method = implementation(config.method)
+        phases = tuple(result.row for result in method(run))
+
+        summary = summary_dict(
+            phases,
+            task=run.task.name,
+            method=config.method.kind,
+            reward=config.reward,
+            split=config.eval.split,
+            seed=config.seed,
+        )
+        if distributed.is_primary():
+            run.store.write_json_once(SUMMARY, summary)
+
+        run.progress.show(closing_table(phases))
+        solved = solved_question(run, phases[-1].name)
+        if solved:
+            run.progress.show(question_tree(*solved))
+        run.progress.line(f"policies, predictions and metrics: {directory}")
