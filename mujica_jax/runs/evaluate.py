@@ -96,6 +96,23 @@ class Session:
     earlier_scores: comparison.QuestionScores | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The result of one configuration.
+
+    Attributes:
+        scores: The scores, with the trajectories of all questions.
+        summary: The scores as they are written: "greedy", and "sampled" if answers were sampled.
+        compared: The row of the table that compares all configurations.
+        file: The file of the result. Predictions and trajectories are in the same folder.
+    """
+
+    scores: Scores
+    summary: dict[str, Any]
+    compared: Compared
+    file: RunPath
+
+
 def evaluate(
     configs: Sequence[Config],
     models: Models,
@@ -105,8 +122,8 @@ def evaluate(
     beside: str | None = None,
     plot: bool = False,
     note: str | None = None,
-) -> None:
-    """Evaluate a policy under each configuration, and print and write the results.
+) -> list[Evaluated]:
+    """Evaluate a policy under each configuration, print and write the results, and return them.
 
     `samples` is the number of samples of each question; with 0 the policy is evaluated greedily
     only. `beside` is the file of an earlier result on the same questions; the differences to it are
@@ -146,18 +163,20 @@ def evaluate(
     ]
     distributed.barrier("all is evaluated")
     if not distributed.is_primary():
-        return
+        return results
 
     # Compare the configurations.
     if len(results) > 1:
+        compared = [result.compared for result in results]
         _write_comparison(
-            results, policy.out / f"comparison-{first.eval.split}.json", progress, plot
+            compared, policy.out / f"comparison-{first.eval.split}.json", progress, plot
         )
     # Remove the stored parts. The results hold everything that is in them.
     for folder in folders:
         RunDirectory(folder).remove_folder("")
     if isinstance(policy, Endpoint):
         progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
+    return results
 
 
 def prepare_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
@@ -240,7 +259,7 @@ def _write_comparison(
     progress.line(f"comparison: {file}")
 
 
-def _evaluate_one(session: Session, config: Config, task: Task, parts_folder: RunPath) -> Compared:
+def _evaluate_one(session: Session, config: Config, task: Task, parts_folder: RunPath) -> Evaluated:
     """Evaluate the policy under one configuration, and write and print the results."""
     policy = session.policy
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
@@ -261,12 +280,13 @@ def _evaluate_one(session: Session, config: Config, task: Task, parts_folder: Ru
     name = f"{task.name} {task.environment_kind}"
     # How many of a question's own passages a search shows, as in "5 of 10 passages".
     shown = getattr(task, "shown", "")
-    return Compared(
+    compared = Compared(
         task=f"{name}, {shown}" if shown else name,
         agent=config.agent.kind,
         summary=summary["greedy"],
         em=scores.exact_matches(),
     )
+    return Evaluated(scores=scores, summary=summary, compared=compared, file=file)
 
 
 def _announce(session: Session, config: Config, task: Task, file: RunPath) -> None:
