@@ -108,8 +108,8 @@ class EvalArguments:
     beside: str | None = None
     # Whether to also draw the comparison table as a picture. This needs the extra `plots`.
     plot: bool = False
-    # A question in your own words. The agent answers it over the passages of the task, and the
-    # program shows how, instead of computing scores.
+    # A question in your own words. The agent answers it over the passages or the graph of the task,
+    # and the program shows how, instead of computing scores.
     ask: str | None = None
 
     task: schema.TaskConfig
@@ -163,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judge = open_endpoint(options.judge, policy.out)
 
         # This import starts JAX. It comes late so that mistakes in the arguments are reported fast.
-        from mujica_jax.runs.evaluate import Models, evaluate, show_answer
+        from mujica_jax.runs.asking import show_answer
+        from mujica_jax.runs.evaluate import Models, evaluate
 
         models = Models(policy=policy, worker=worker, judge=judge)
         note = other_agent(words)
@@ -192,7 +193,7 @@ def all_configs(options: EvalArguments, config: Config) -> list[Config]:
     _check_worker(options, config)
     _check_samples(options)
     if options.ask is not None:
-        _check_ask(options.ask, options, config.task)
+        _check_ask(options.ask, options)
     if options.plot and not (options.agents or options.tasks):
         raise UserError(
             "--plot draws a comparison, but there is only one result: add --agents or --tasks, "
@@ -244,20 +245,10 @@ def _check_samples(options: EvalArguments) -> None:
         )
 
 
-def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -> None:
-    """Check that the task can answer a free question, and that no comparison is asked for."""
+def _check_ask(question: str, options: EvalArguments) -> None:
+    """Check that the question is not empty, and that no comparison is asked for."""
     if not question.strip():
         raise UserError(f"--ask is {question!r}, which is empty: write a question between quotes")
-
-    environment = getattr(task, "environment", "of its own")
-    setting = getattr(task, "setting", "open")
-    shares_passages = environment == "text" and setting == "open"
-    if task.kind == "tiny_world" or not shares_passages:
-        raise UserError(
-            f"--ask is {question!r}, but {task.kind} has environment {environment} and setting "
-            f"{setting}: your own question brings no entities and no passages, so choose a task "
-            "whose questions all search the same passages (environment text, setting open)"
-        )
 
     comparisons = {
         "agents": options.agents,
@@ -292,16 +283,29 @@ def _check_files_differ(configs: Sequence[Config]) -> None:
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """Parse `[CONFIG] --checkpoint DIR [flags]`.
 
-    Returns the parsed arguments, and the full configuration with the changes by the flags. Raises
-    UserError.
+    For what it returns, see `read_flags`. Raises UserError.
     """
-    # Read the arguments that decide which configuration the other flags change.
     words = init_as_checkpoint(arguments)
     name = take_file(words)
+    return read_flags(words, None if name is None else load_config(name))
+
+
+def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalArguments, Config]:
+    """Parse the flags that follow the name of a configuration.
+
+    `named_config` is that configuration, or None if the command names none. Returns the parsed
+    arguments, and the full configuration with the changes by the flags. Raises UserError.
+    """
+    # Read the arguments that decide which configuration the other flags change.
     checkpoint = _flag_value(words, "--checkpoint")
     remote_url = _flag_value(words, "--remote.base-url", "--remote.base_url")
-    _check_endpoint(words, name=name, checkpoint=checkpoint, remote_url=remote_url)
-    config = _base_config(words, name=name, checkpoint=checkpoint)
+    _check_endpoint(
+        words,
+        has_config=named_config is not None,
+        checkpoint=checkpoint,
+        remote_url=remote_url,
+    )
+    config = _base_config(words, named_config=named_config, checkpoint=checkpoint)
 
     # Parse the other flags. The sections of that configuration are their defaults.
     section_names = vars(config).keys() & {
@@ -339,13 +343,13 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
 
 
 def _check_endpoint(
-    words: Sequence[str], *, name: str | None, checkpoint: str | None, remote_url: str | None
+    words: Sequence[str], *, has_config: bool, checkpoint: str | None, remote_url: str | None
 ) -> None:
     """Check the flags of an endpoint.
 
     An endpoint needs an address and a configuration, and excludes a checkpoint. Raises UserError.
     """
-    if remote_url is not None and (name is None or checkpoint is not None):
+    if remote_url is not None and (not has_config or checkpoint is not None):
         raise UserError(
             f"--remote.base-url is {remote_url}: an endpoint needs the name of a configuration and "
             f"excludes a checkpoint; run `python -m mujica_jax.eval {HELP_CONFIG} "
@@ -358,21 +362,23 @@ def _check_endpoint(
         )
 
 
-def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | None) -> Config:
+def _base_config(
+    words: Sequence[str], *, named_config: Config | None, checkpoint: str | None
+) -> Config:
     """Return the configuration that the flags change.
 
     It is the named configuration. Without a name, it is the configuration of the run that trained
     the policy or the adapter.
     """
     adapter = _flag_value(words, "--adapter")
-    if name is None and adapter is not None:
+    if named_config is None and adapter is not None:
         return _config_left_in(
             Path(adapter),
             "--init ... --adapter",
             if_missing=ADAPTER_WANTED,
             if_no_run="has no config.json of the run that wrote it: name a configuration",
         )
-    if name is None and checkpoint is not None:
+    if named_config is None and checkpoint is not None:
         return _config_left_in(
             run_path(checkpoint),
             "--checkpoint",
@@ -381,7 +387,7 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
                 "is not a run directory: to evaluate a Hugging Face directory, name a configuration"
             ),
         )
-    config = load_config(name or HELP_CONFIG)
+    config = named_config or load_config(HELP_CONFIG)
     trained_agent = _trained_agent(words)
     if trained_agent is None:
         return config

@@ -11,15 +11,8 @@ import shlex
 import sys
 import time
 
-from mujica_jax.config.checks import (
-    check,
-    check_demonstrations,
-    check_judge_is_asked,
-    check_log_probabilities,
-)
+from mujica_jax.config.checks import check_training
 from mujica_jax.config.command_line import command_line, take_flag
-from mujica_jax.config.named_objects import implementation
-from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.data_folder import check_data_dir
@@ -39,10 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def program() -> None:
         config = command_line(words, default=DEFAULT_CONFIG)
-        check(config)
-        check_demonstrations(config)
-        check_judge_is_asked(config)
-        check_log_probabilities(config)
+        check_training(config)
         distributed.start(config.distributed, preemption.on_notice)
         check_data_dir(config.task)
 
@@ -55,41 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         resume_words = words if is_run_named else [*words, "--run", directory]
         preemption.then = f"continue with: python -m mujica_jax.train {shlex.join(resume_words)}"
 
-        train(config, directory, preemption)
+        # This import starts JAX. It comes late so that configuration mistakes are reported fast.
+        from mujica_jax.runs.training import train_run
+
+        train_run(config, directory, preemption)
         distributed.finish()
 
     return preemption.exit_status(program)
-
-
-def train(config: Config, directory: str, preemption: Preemption) -> None:
-    """Train one run from start to end.
-
-    `directory` holds everything that a restart needs.
-    """
-    # These imports start JAX. They come late so that configuration mistakes are reported fast.
-    from mujica_jax.report.results import closing_table, question_tree, summary_dict
-    from mujica_jax.runs.evaluation import solved_question
-    from mujica_jax.runs.setup import open_training
-    from mujica_jax.storage.run_directory import run_path
-    from mujica_jax.trajectories.store import SUMMARY
-
-    with open_training(config, run_path(directory), preemption) as run:
-        method = implementation(config.method)
-        phases = tuple(result.row for result in method(run))
-
-        summary = summary_dict(
-            phases,
-            task=run.task.name,
-            method=config.method.kind,
-            reward=config.reward,
-            split=config.eval.split,
-            seed=config.seed,
-        )
-        if distributed.is_primary():
-            run.store.write_json_once(SUMMARY, summary)
-
-        run.progress.show(closing_table(phases))
-        solved = solved_question(run, phases[-1].name)
-        if solved:
-            run.progress.show(question_tree(*solved))
-        run.progress.line(f"policies, predictions and metrics: {directory}")

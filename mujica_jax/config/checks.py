@@ -45,6 +45,14 @@ REMOTE_BOUNDS = {
 }
 
 
+def check_training(config: Config) -> None:
+    """Check everything about the configuration of a training run. Raises UserError."""
+    check(config)
+    check_demonstrations(config)
+    check_judge_is_asked(config)
+    check_log_probabilities(config)
+
+
 def check(config: Config) -> None:
     """Check a whole configuration.
 

@@ -3,7 +3,6 @@
 The command `eval` calls this module.
 """
 
-import asyncio
 import dataclasses
 import hashlib
 import json
@@ -13,18 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy, TwoPolicies, gather_polled
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Question, Trajectory
+from mujica_jax.records import Trajectory
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared
 from mujica_jax.report.progress import Figure, NoConsole, Progress
-from mujica_jax.report.results import question_tree, score_table
+from mujica_jax.report.results import score_table
 from mujica_jax.runs.endpoint import Endpoint
 from mujica_jax.runs.evaluation import (
     Play,
@@ -77,7 +75,7 @@ class Models:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Session:
+class Session:
     """The loaded models and other parts that all configurations of one evaluation share.
 
     `samples` is the number of samples of each question; with 0 the policy is evaluated greedily
@@ -98,6 +96,23 @@ class _Session:
     earlier_scores: comparison.QuestionScores | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The result of one configuration.
+
+    Attributes:
+        scores: The scores, with the trajectories of all questions.
+        summary: The scores as they are written: "greedy", and "sampled" if answers were sampled.
+        compared: The row of the table that compares all configurations.
+        file: The file of the result. Predictions and trajectories are in the same folder.
+    """
+
+    scores: Scores
+    summary: dict[str, Any]
+    compared: Compared
+    file: RunPath
+
+
 def evaluate(
     configs: Sequence[Config],
     models: Models,
@@ -107,8 +122,8 @@ def evaluate(
     beside: str | None = None,
     plot: bool = False,
     note: str | None = None,
-) -> None:
-    """Evaluate a policy under each configuration, and print and write the results.
+) -> list[Evaluated]:
+    """Evaluate a policy under each configuration, print and write the results, and return them.
 
     `samples` is the number of samples of each question; with 0 the policy is evaluated greedily
     only. `beside` is the file of an earlier result on the same questions; the differences to it are
@@ -123,7 +138,7 @@ def evaluate(
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
     _require_writable(policy.out)
-    tasks = _prepare(configs)
+    tasks = prepare_tasks(configs)
     earlier_scores = None
     if beside is not None:
         earlier_scores = comparison.read_scores(beside)
@@ -132,11 +147,11 @@ def evaluate(
         )
 
     # Load the models.
-    session = _open_session(
+    session = open_session(
         configs, tasks, models, preemption, samples=samples, earlier_scores=earlier_scores
     )
     progress = session.progress
-    _print_notes(session, first, note)
+    print_notes(session, first, note)
 
     # Score the policy under each configuration.
     folders = [
@@ -148,43 +163,23 @@ def evaluate(
     ]
     distributed.barrier("all is evaluated")
     if not distributed.is_primary():
-        return
+        return results
 
     # Compare the configurations.
     if len(results) > 1:
+        compared = [result.compared for result in results]
         _write_comparison(
-            results, policy.out / f"comparison-{first.eval.split}.json", progress, plot
+            compared, policy.out / f"comparison-{first.eval.split}.json", progress, plot
         )
     # Remove the stored parts. The results hold everything that is in them.
     for folder in folders:
         RunDirectory(folder).remove_folder("")
     if isinstance(policy, Endpoint):
         progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
+    return results
 
 
-def show_answer(
-    config: Config, models: Models, preemption: Preemption, text: str, *, note: str | None = None
-) -> None:
-    """Answer the user's question with greedy decoding, and show the episode as a tree.
-
-    `note` is a line that is printed first.
-    """
-    tasks = _prepare([config])
-    session = _open_session([config], tasks, models, preemption, samples=0, earlier_scores=None)
-    _print_notes(session, config, note)
-
-    question = Question(id="asked", text=text, answers=())
-    attempt = Attempt(question=question, number=0, seed=config.seed, temperature=0.0)
-    agent = make_agent(config.agent, session.tokenizer)
-    policy: Policy = EnginePolicy(session.generator)
-    if session.worker_generator is not None:
-        policy = TwoPolicies(policy, EnginePolicy(session.worker_generator))
-    episode = agent.run(attempt, tasks[config.task].environment(question), policy)
-    (trajectory,) = asyncio.run(gather_polled([episode], session.preemption.check))
-    session.progress.show(question_tree(question, trajectory))
-
-
-def _prepare(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
+def prepare_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
     """Check that packages and devices suit the configurations, and build each task once."""
     require_packages(configs[0])
     check_dtypes(configs[0])
@@ -196,7 +191,7 @@ def _prepare(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
     return tasks
 
 
-def _open_session(
+def open_session(
     configs: Sequence[Config],
     tasks: Mapping[TaskConfig, Task],
     models: Models,
@@ -204,7 +199,7 @@ def _open_session(
     *,
     samples: int,
     earlier_scores: comparison.QuestionScores | None,
-) -> _Session:
+) -> Session:
     """Load the models of an evaluation, and check that they suit the prompts and temperatures."""
     first = configs[0]
     tokenizer, generator = models.policy.open(first)
@@ -217,7 +212,7 @@ def _open_session(
     worker_generator = None
     if models.worker is not None:
         worker_generator = _open_worker(models.worker, first, tokenizer)
-    return _Session(
+    return Session(
         policy=models.policy,
         worker=models.worker,
         worker_generator=worker_generator,
@@ -232,7 +227,7 @@ def _open_session(
     )
 
 
-def _print_notes(session: _Session, config: Config, note: str | None) -> None:
+def print_notes(session: Session, config: Config, note: str | None) -> None:
     """Print the note, and warn if the models were trained with other settings of the agent."""
     if note is not None:
         session.progress.line(note)
@@ -264,7 +259,7 @@ def _write_comparison(
     progress.line(f"comparison: {file}")
 
 
-def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: RunPath) -> Compared:
+def _evaluate_one(session: Session, config: Config, task: Task, parts_folder: RunPath) -> Evaluated:
     """Evaluate the policy under one configuration, and write and print the results."""
     policy = session.policy
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
@@ -285,15 +280,16 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
     name = f"{task.name} {task.environment_kind}"
     # How many of a question's own passages a search shows, as in "5 of 10 passages".
     shown = getattr(task, "shown", "")
-    return Compared(
+    compared = Compared(
         task=f"{name}, {shown}" if shown else name,
         agent=config.agent.kind,
         summary=summary["greedy"],
         em=scores.exact_matches(),
     )
+    return Evaluated(scores=scores, summary=summary, compared=compared, file=file)
 
 
-def _announce(session: _Session, config: Config, task: Task, file: RunPath) -> None:
+def _announce(session: Session, config: Config, task: Task, file: RunPath) -> None:
     """Print which policy, task and split are evaluated, and whether a result is replaced."""
     policy = session.policy
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
@@ -309,7 +305,7 @@ def _announce(session: _Session, config: Config, task: Task, file: RunPath) -> N
 
 
 def _write_result(
-    session: _Session,
+    session: Session,
     config: Config,
     task: Task,
     scores: Scores,
@@ -334,7 +330,7 @@ def _write_result(
 
 
 def _print_result(
-    session: _Session, task: Task, scores: Scores, summary: Mapping[str, Any], file: RunPath
+    session: Session, task: Task, scores: Scores, summary: Mapping[str, Any], file: RunPath
 ) -> None:
     """Print the tables of a result, how its episodes ended, and the file it is written to."""
     progress = session.progress
@@ -358,7 +354,7 @@ def _print_result(
     progress.line(f"results and predictions: {file}")
 
 
-def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -> Scores:
+def _score(session: Session, config: Config, task: Task, parts: RunDirectory) -> Scores:
     """Evaluate the policy under one configuration.
 
     Parts that an earlier start of this evaluation played are read from the folder `parts`.

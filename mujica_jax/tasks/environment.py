@@ -38,7 +38,7 @@ class GraphEnvironment:
     ) -> None:
         self.graph = graph
         self.top_k = top_k
-        self._ranking: Ranking = ranked or WordRanking()
+        self.ranking: Ranking = ranked or WordRanking()
 
     @property
     def statistics(self) -> RetrievalStatistics:
@@ -60,7 +60,7 @@ class GraphEnvironment:
         materials = list(materials_by_text.values())
         if len(materials) <= self.top_k:
             return tuple(materials)
-        positions = await self._ranking(query, list(materials_by_text))
+        positions = await self.ranking(query, list(materials_by_text))
         return tuple(materials[position] for position in positions[: self.top_k])
 
     async def _ends_of(self, entity: Entity) -> Sequence[End]:

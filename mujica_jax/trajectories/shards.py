@@ -73,7 +73,12 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def decode(data: bytes, name: str) -> list[Trajectory]:
-    """Return the trajectories of a file that `encode` made.
+    """Return the trajectories of a file that `encode` made. For `name` and errors see `read_table`."""
+    return _trajectories(read_table(data, name))
+
+
+def read_table(data: bytes, name: str) -> "pyarrow.Table":
+    """Return the table in a file that `encode` made, after a check of its digest.
 
     Raises StoreError if the file is damaged or has another schema version. The message begins with
     `name`.
@@ -98,7 +103,7 @@ def decode(data: bytes, name: str) -> list[Trajectory]:
             f"{name} has {table.num_rows} rows, but its metadata say {metadata.get('rows')}; "
             "sample it again"
         )
-    return _trajectories(table)
+    return table
 
 
 def check_digest(data: bytes, name: str) -> None:

@@ -10,8 +10,9 @@ millions of them. The store or the endpoint chooses which ones. They are returne
 
 import abc
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pyoxigraph import NamedNode, Store
@@ -24,6 +25,8 @@ from mujica_jax.retrieval.statistics import Counted
 
 # The largest number of triples of an entity that are read in each direction.
 MAX_TRIPLES = 500
+# The largest number of labels that a search for a word in labels returns.
+MAX_LABELS = 1000
 
 Read = TypeVar("Read")
 
@@ -127,6 +130,27 @@ class KnowledgeGraph(Counted, abc.ABC):
         is_known = await self.ask(sparql.exists_query(entity), _has_rows)
         return [name] if is_known else []
 
+    async def find_all(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Return the keys of the entities with each of these names, the likeliest first.
+
+        Names are compared as in `find`, except for the closing parenthesis. A name that is a Q-id
+        or an IRI is its own key. Names without an entity are left out. All names are looked up in
+        one query. Raises RetrievalError.
+        """
+        keys: dict[str, list[str]] = {}
+        labels: list[str] = []
+        for name in names:
+            if sparql.entity_iri(name) is None:
+                labels.append(name)
+            elif await self.find(name):
+                keys[name] = [name]
+        # No entity has a name with half a character (a lone surrogate).
+        labels = [label for label in labels if label.encode(errors="ignore").decode() == label]
+        if labels:
+            query = sparql.find_all_query(labels, self.languages)
+            keys |= await self.ask(query, functools.partial(sparql.read_all_namesakes, labels))
+        return keys
+
     async def _namesakes(self, name: str) -> list[str]:
         """Return the keys of the entities with this name, the likeliest first."""
         try:
@@ -172,6 +196,14 @@ class GraphStore(KnowledgeGraph):
                 f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s"
             )
         return running.result()
+
+    async def labels_with(self, word: str) -> list[str]:
+        """Return at most MAX_LABELS labels that contain a word. Case makes no difference.
+
+        This reads all labels of the graph. Raises RetrievalError.
+        """
+        query = sparql.labels_query(word, self.languages, MAX_LABELS)
+        return await self.ask(query, sparql.read_labels)
 
     def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         """Run a query in the calling thread. Raises RetrieverUnavailableError."""

@@ -53,6 +53,8 @@ LANGUAGES = ("en", "mul")
 LANGUAGE_VARIANTS = {"zh": ("zh-hans", "zh-cn", "zh-hant", "zh-tw", "zh-hk")}
 # The largest number of entities of one name that a query returns.
 MAX_NAMESAKES = 1000
+# The rank of a name that matches only in normalised form (`find_all_query`).
+NORMALISED_RANK = 2
 PREFIXES = f"""PREFIX wikibase: <http://wikiba.se/ontology#>
 PREFIX rdfs: <{LABEL.removesuffix("label")}>
 PREFIX skos: <{ALIAS.removesuffix("altLabel")}>
@@ -174,6 +176,40 @@ def find_query(name: str, languages: Sequence[str]) -> str:
     )
 
 
+def find_all_query(names: Sequence[str], languages: Sequence[str]) -> str:
+    """Return the query for the entities with any of these names.
+
+    Each result holds the name that matched, and the rank of `find_query` from 0 to 2.
+    """
+    terms: list[Literal] = []
+    for name in names:
+        terms += [Literal(name, language=language) for language in languages]
+        terms.append(Literal(name))
+    normal_names = [Literal(name) for name in sorted({normalise_label(name) for name in names})]
+    terms_by_rank = [
+        ("rdfs:label", terms),
+        ("skos:altLabel", terms),
+        ("skos:hiddenLabel", normal_names),
+    ]
+    parts = []
+    for rank, (predicate, values) in enumerate(terms_by_rank):
+        listed = " ".join(map(str, values))
+        parts.append(
+            f"{{ VALUES ?name {{ {listed} }} ?entity {predicate} ?name BIND({rank} AS ?rank) }}"
+        )
+    limit = MAX_NAMESAKES * len(names)
+    return f"{PREFIXES}SELECT ?name ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {limit}"
+
+
+def labels_query(word: str, languages: Sequence[str], limit: int) -> str:
+    """Return the query for labels that contain a word, in upper or lower case."""
+    return f"""{PREFIXES}SELECT DISTINCT ?label WHERE {{
+  ?entity rdfs:label ?label
+  FILTER(LANG(?label) IN ({_spoken(languages)}))
+  FILTER(CONTAINS(LCASE(STR(?label)), {Literal(word.lower())}))
+}} LIMIT {limit:d}"""
+
+
 def exists_query(entity: NamedNode) -> str:
     """Return the query for one statement about an entity, in either direction."""
     return (
@@ -227,6 +263,34 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
     best_rank = min(ranks.values(), default=0)
     keys = [key_of(iri) for iri, rank in ranks.items() if rank == best_rank]
     return sorted(keys, key=_natural_order)
+
+
+def read_all_namesakes(names: Sequence[str], rows: Iterable[Row]) -> dict[str, list[str]]:
+    """Return the keys of the entities with each of `names`, as `read_namesakes` orders them.
+
+    Names without an entity are left out.
+    """
+    # Rank 2 compared normalised names, and ranks 0 and 1 the names themselves.
+    rows_of_name: dict[str, list[Row]] = {}
+    rows_of_normal_name: dict[str, list[Row]] = {}
+    for row in rows:
+        is_normalised = int(row["rank"].value) == NORMALISED_RANK
+        by_name = rows_of_normal_name if is_normalised else rows_of_name
+        by_name.setdefault(row["name"].value, []).append(row)
+
+    keys: dict[str, list[str]] = {}
+    for name in names:
+        exact_rows = rows_of_name.get(name, [])
+        normalised_rows = rows_of_normal_name.get(normalise_label(name), [])
+        keys_of_name = read_namesakes([*exact_rows, *normalised_rows])
+        if keys_of_name:
+            keys[name] = keys_of_name
+    return keys
+
+
+def read_labels(rows: Iterable[Row]) -> list[str]:
+    """Return the labels of the results."""
+    return [one_line(row["label"].value) for row in rows]
 
 
 def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:

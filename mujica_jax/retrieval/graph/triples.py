@@ -17,10 +17,10 @@ import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mujica_jax.records import Evidence
+from mujica_jax.records import Entity, Evidence
 from mujica_jax.retrieval.statistics import Counted
 
 # The columns of a table of triples.
@@ -147,6 +147,15 @@ class TripleGraph(Counted):
             if labels:
                 return self._key(next(iter(labels)))
         return None
+
+    def entities(self) -> Iterator[Entity]:
+        """Yield every entity under each of its labels, in the order of the file.
+
+        A label without a Q-id is an entity of its own only if no entity with a Q-id has this label.
+        """
+        for label, ids in self._ids_of_label.items():
+            for key in ids or (label,):
+                yield Entity(id=key, label=label)
 
     def subject_key(self, triple: Triple) -> str:
         """Return the Q-id or the label of a triple's subject."""

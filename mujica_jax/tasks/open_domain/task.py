@@ -13,8 +13,16 @@ from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question
+from mujica_jax.tasks.asked import (
+    AskedQuestion,
+    GraphSearch,
+    distractor_refusal,
+    over_graph,
+    over_passages,
+    search_of,
+)
 from mujica_jax.tasks.data_folder import with_data_folder
-from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
 from mujica_jax.tasks.passages import (
     GoldInCorpus,
@@ -73,6 +81,7 @@ class OpenDomain:
         self.notes = tuple(remarks.notes)
         self.shown = remarks.shown
         self.environment_kind: EnvironmentKind = config.environment
+        self._language = config.language if isinstance(config, QaldConfig) else "en"
         self._questions = questions
         self._environment = environment
         self._own_environments = own_environments
@@ -90,6 +99,24 @@ class OpenDomain:
         if self._environment is None:
             return self._own_environments[question.id]
         return self._environment
+
+    async def asked(self, text: str) -> AskedQuestion:
+        """Return a user's question as a question of this task.
+
+        Raises UserError in the distractor setting, or if the question names no entity of the graph.
+        """
+        if self._environment is None:
+            raise distractor_refusal(text)
+        if self._graph_search is not None:
+            return await over_graph(text, self._graph_search, language=self._language)
+        return over_passages(text, self._environment)
+
+    @functools.cached_property
+    def _graph_search(self) -> GraphSearch | None:
+        """The graph as questions of users need it. None over passages."""
+        if not isinstance(self._environment, GraphEnvironment):
+            return None
+        return search_of(self._environment)
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
         """Return the paragraphs that the data set gives with the question. Some sets give none."""

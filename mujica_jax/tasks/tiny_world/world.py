@@ -8,6 +8,7 @@ The world has four parts: train, demonstrations, dev and test. No entity is in t
 (`sampling.py`). So its answer can be computed from its evidences. A part is generated on first use.
 """
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.tasks.asked import AskedQuestion, GraphSearch, over_graph
 from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.named_entities import NameTable
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
@@ -152,6 +155,7 @@ class TinyWorld:
         self._plans = cache(self._draw_plans)
         self._part_questions = cache(self._write_questions)
         self._passages = cache(self._open_passages)
+        self._names = cache(self._collect_names)
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split."""
@@ -165,7 +169,20 @@ class TinyWorld:
         # "tiny-PART-NUMBER-COPY".
         part, _, number_and_copy = question.id.removeprefix("tiny-").partition("-")
         _, _, copy = number_and_copy.partition("-")
-        return self._passages(cast(Part, part), int(copy or 0))
+        return self._passages((cast(Part, part),), int(copy or 0))
+
+    async def asked(self, text: str) -> AskedQuestion:
+        """Return a user's question as a question of this world.
+
+        Over passages, the passages of the parts are searched whose entities the question names.
+        Raises UserError if it names no entity.
+        """
+        search = GraphSearch(environment=self.graph, names=self._names())
+        asked = await over_graph(text, search)
+        if self.config.environment == "graph":
+            return asked
+        parts = tuple(dict.fromkeys(self._part_of(entity) for entity in asked.question.candidates))
+        return dataclasses.replace(asked, environment=self._passages(parts, 0))
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """Yield the original demonstrations, then each copy of them, with their environments."""
@@ -187,17 +204,34 @@ class TinyWorld:
         plans = self._plans(part)
         return [_question(world_part, number, plan) for number, plan in enumerate(plans)]
 
-    def _open_passages(self, part: Part, copy: int) -> Environment:
-        """Return an environment that searches the passages of a part, one for each entity."""
-        world_part = self._part(part, copy)
-        passages = [
-            Passage(
-                id=_key(world_part, number), title=label, text=_passage_text(world_part, number)
-            )
-            for number, label in enumerate(world_part.labels)
-        ]
+    def _open_passages(self, parts: tuple[Part, ...], copy: int) -> Environment:
+        """Return an environment that searches the passages of parts, one for each entity."""
+        passages: list[Passage] = []
+        for part in parts:
+            world_part = self._part(part, copy)
+            for number, label in enumerate(world_part.labels):
+                text = _passage_text(world_part, number)
+                passages.append(Passage(id=_key(world_part, number), title=label, text=text))
         retriever = IndexRetriever(Bm25Index(passages, "default"), inline=True)
         return TextEnvironment(retriever, self.config.top_k)
+
+    def _collect_names(self) -> NameTable:
+        """Return the names of all entities, without those of renamed copies."""
+        names = NameTable()
+        for part in FIRST_KEY:
+            world_part = self._part(part, 0)
+            for number, label in enumerate(world_part.labels):
+                entity = _entity(world_part, number)
+                names.add(label, entity)
+                # A question may also name an entity by its key.
+                names.add(entity.id, entity)
+        return names
+
+    def _part_of(self, entity: Entity) -> Part:
+        """Return the part of the world that an entity is in."""
+        location = self.locate(entity.id)
+        assert location is not None, "the entity comes from a part of this world"
+        return location[0].part
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
         """Return the part and the number of the entity with this key, or None for other keys."""

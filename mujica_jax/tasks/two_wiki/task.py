@@ -47,6 +47,14 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.tasks.asked import (
+    AskedQuestion,
+    GraphSearch,
+    distractor_refusal,
+    over_graph,
+    over_passages,
+    search_of,
+)
 from mujica_jax.tasks.data_folder import with_data_folder
 from mujica_jax.tasks.environment import (
     GraphEnvironment,
@@ -166,6 +174,24 @@ class TwoWiki:
     def environment(self, question: Question) -> Environment:
         """Return the environment in which this question is answered."""
         return self._other_environments.get(question.id, self._environment)
+
+    async def asked(self, text: str) -> AskedQuestion:
+        """Return a user's question as a question of this task.
+
+        Raises UserError in the distractor setting, or if the question names no entity of the graph.
+        """
+        if self._graph_search is not None:
+            return await over_graph(text, self._graph_search)
+        if self.config.setting == "distractor":
+            raise distractor_refusal(text)
+        return over_passages(text, self._environment)
+
+    @functools.cached_property
+    def _graph_search(self) -> GraphSearch | None:
+        """The graph as questions of users need it. None over passages."""
+        if not isinstance(self._environment, GraphEnvironment):
+            return None
+        return search_of(self._environment)
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
         """Return the paragraphs that the files give with the question."""
