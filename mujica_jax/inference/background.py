@@ -11,7 +11,7 @@ ended it. If there are too many, a new one is refused at once (`OverloadError`).
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from mujica_jax.inference.generator import PolicyGenerator
@@ -90,7 +90,7 @@ class BackgroundGenerator:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[Sequence[int]]:
+    ) -> AsyncGenerator[Sequence[int], None]:
         """Complete one prompt and yield its tokens as they are generated. Raises RequestError."""
 
         async def job(send: Callable[[Sequence[int]], None]) -> None:
@@ -100,7 +100,7 @@ class BackgroundGenerator:
         async for tokens in self.follow(job):
             yield tokens
 
-    async def follow(self, job: Job) -> AsyncIterator[Any]:
+    async def follow(self, job: Job) -> AsyncGenerator[Any, None]:
         """Run a job in the generator's thread, and yield what it sends. Raise its error.
 
         Raises OverloadError if too many jobs are under way. If the caller stops iterating (its

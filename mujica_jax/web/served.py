@@ -9,7 +9,7 @@ import codecs
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from mujica_jax.errors import UserError
@@ -19,7 +19,7 @@ from mujica_jax.learning.conversations import conversation_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Message, Trajectory
 from mujica_jax.runs.asking import Answerer
-from mujica_jax.runs.episode_events import EpisodeEvent
+from mujica_jax.runs.episode_events import Event
 from mujica_jax.tasks.asked import asked_question
 from mujica_jax.tasks.task import Task
 
@@ -107,7 +107,7 @@ class ServedPolicy:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator["Piece"]:
+    ) -> AsyncGenerator["Piece", None]:
         """Complete a prompt, and yield its text piece by piece. Raises RequestError.
 
         Text that may be the beginning of a stop string is held back until that is known.
@@ -208,7 +208,7 @@ class ServedAgent:
         self._answerer = answerer
         self._task = task
 
-    async def answer(self, question: str) -> AsyncIterator["EpisodeEvent | Trajectory"]:
+    async def answer(self, question: str) -> AsyncGenerator[Event | Trajectory, None]:
         """Play an episode, and yield what happens in it, and then the trajectory.
 
         Raises UserError if the question cannot be asked, and OverloadError if the server is full.
@@ -224,7 +224,6 @@ class ServedAgent:
                 yield event
 
 
-def searches_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Yield the searches of an episode as JSON objects."""
-    for search in trajectory.searches:
-        yield dataclasses.asdict(search)
+def searches_of(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return the searches of an episode as JSON objects."""
+    return [dataclasses.asdict(search) for search in trajectory.searches]

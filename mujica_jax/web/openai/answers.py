@@ -119,9 +119,7 @@ def _chat_logprobs(
     """Return the log-probabilities in the form of the chat interface."""
     assert completion.logprobs is not None
     content = []
-    for name, token, logprob in zip(
-        tokens, completion.token_ids, completion.logprobs, strict=True
-    ):
+    for name, token, logprob in zip(tokens, completion.token_ids, completion.logprobs, strict=True):
         content.append(
             {
                 "token": name,
