@@ -32,7 +32,9 @@ FLOORS = (
     ("demonstrations",),
     ("runs",),
     ("methods",),
-    ("train", "eval", "sample", "index", "plan", "serve"),
+    ("web",),
+    ("commands",),
+    ("train", "eval", "sample", "index", "plan", "serve", "view"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 HEAVY = {
@@ -81,16 +83,19 @@ MOST_MODULES = 600  # that an entry point loads before it has read its arguments
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 ENTRY_POINTS = [
-    name for name in ("train", "eval", "sample", "index") if (PACKAGE / f"{name}.py").exists()
+    name for name in ("train", "eval", "sample", "index", "view") if (PACKAGE / f"{name}.py").exists()
 ]
 
 
 def room_of(path: Path) -> str:
+    if path.name == "__main__.py":
+        # `python -m mujica_jax.report`: an entry point, whose folder is a room of its own.
+        return "commands"
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def is_entry_point(path: Path) -> bool:
-    return room_of(path) in FLOORS[-1]
+    return room_of(path) in ("commands", *FLOORS[-1])
 
 
 def module_of(path: Path) -> str:

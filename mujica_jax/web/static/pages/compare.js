@@ -1,0 +1,2 @@
+export const title = "compare";
+export async function show(main) {}

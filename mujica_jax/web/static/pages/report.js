@@ -1,0 +1,2 @@
+export const title = "report";
+export async function show(main) {}

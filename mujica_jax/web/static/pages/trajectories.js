@@ -1,0 +1,2 @@
+export const title = "trajectories";
+export async function show(main) {}

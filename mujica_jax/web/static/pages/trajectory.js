@@ -1,0 +1,2 @@
+export const title = "trajectory";
+export async function show(main) {}
