@@ -18,29 +18,67 @@ METRICS = "metrics.jsonl"
 # A curve with more points is thinned out. The page is about as many pixels wide.
 MAX_POINTS = 1500
 UNSET = "unset"
-# Curves by round: title, unit, the phase in metrics.jsonl, and the names of its values.
+# Curves by round: title, unit, and the series. A series is the phase in metrics.jsonl, the name of
+# the value, and the name on the page.
 ROUND_CHARTS = (
-    ("Reward", "reward", {"mygo": ("reward_p10", "reward_p50", "reward_p90", "mean_reward")}),
-    ("Reward", "reward", {"policy_gradient": ("mean_reward", "mean_compared_reward")}),
-    ("Threshold K", "reward", {"mygo": ("k",)}),
-    ("Acceptance", "share", {"mygo": ("acceptance", "unsolved_questions", "format_failures")}),
+    (
+        "Reward",
+        "",
+        (
+            ("mygo", "reward_p10", "10% quantile"),
+            ("mygo", "reward_p50", "median"),
+            ("mygo", "reward_p90", "90% quantile"),
+            ("mygo", "mean_reward", "mean of first attempts"),
+            ("policy_gradient", "mean_reward", "mean"),
+            ("policy_gradient", "mean_compared_reward", "mean with length penalty"),
+        ),
+    ),
+    ("Threshold K", "", (("mygo", "k", "K"),)),
+    (
+        "Acceptance",
+        "share",
+        (
+            ("mygo", "acceptance", "kept trajectories"),
+            ("mygo", "unsolved_questions", "unsolved questions"),
+            ("mygo", "format_failures", "format failures"),
+        ),
+    ),
     (
         "Groups",
         "share",
-        {"policy_gradient": ("all_right_share", "all_wrong_share")},
+        (
+            ("policy_gradient", "all_right_share", "all right"),
+            ("policy_gradient", "all_wrong_share", "all wrong"),
+        ),
     ),
-    ("Searches of a trajectory", "searches", {"mygo": ("searches",)}),
-    ("Searches of a trajectory", "searches", {"policy_gradient": ("mean_searches",)}),
-    ("Entropy", "nats", {"mygo": ("entropy",), "policy_gradient": ("entropy_estimate",)}),
     (
-        "Difference between engine and trainer",
+        "Searches of a trajectory",
+        "",
+        (("mygo", "searches", "mean"), ("policy_gradient", "mean_searches", "mean")),
+    ),
+    (
+        "Entropy",
         "nats",
-        {"mismatch": ("logprob_difference_mean_absolute", "logprob_kl")},
+        (
+            ("mygo", "entropy", "of sampled tokens"),
+            ("policy_gradient", "entropy_estimate", "of sampled tokens"),
+        ),
+    ),
+    (
+        "Engine and trainer: log-probabilities",
+        "nats",
+        (
+            ("mismatch", "logprob_difference_mean_absolute", "mean absolute difference"),
+            ("mismatch", "logprob_kl", "KL"),
+        ),
     ),
     (
         "Speed of the engine",
         "tokens/s",
-        {"sampling": ("tokens_per_second",), "evaluating": ("tokens_per_second",)},
+        (
+            ("sampling", "tokens_per_second", "sampling"),
+            ("evaluating", "tokens_per_second", "evaluating"),
+        ),
     ),
 )
 # Curves by training step: title, unit, name of the value.
@@ -79,7 +117,7 @@ class ReportReader:
                 *_round_charts(lines),
                 *_step_charts(lines),
             ],
-            "times": _times(lines),
+            "times": _times(lines, [phase["name"] for phase in phases]),
             "last_line": _last_line(lines),
             "warnings": [*warnings, *_warnings(lines, phases), *self._damages()],
         }
@@ -228,12 +266,10 @@ def _score_charts(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _round_charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the curves that have one value for each round."""
     charts = []
-    for title, unit, names_by_phase in ROUND_CHARTS:
-        series = []
-        for phase, names in names_by_phase.items():
-            for name in names:
-                label = name if len(names_by_phase) == 1 else f"{phase}: {name}"
-                series.append({"name": label, "points": _points(lines, phase, name)})
+    for title, unit, entries in ROUND_CHARTS:
+        series = [
+            {"name": label, "points": _points(lines, phase, name)} for phase, name, label in entries
+        ]
         charts.append(_chart(title, unit, "round", series))
     return [chart for chart in charts if chart["series"]]
 
@@ -301,8 +337,14 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
     return thinned if thinned[-1] is points[-1] else [*thinned, points[-1]]
 
 
-def _times(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return how many seconds each phase spent in each stage."""
+def _times(
+    lines: Sequence[Mapping[str, Any]], phase_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return how many seconds each phase spent in each stage.
+
+    A phase writes its line before it counts as finished, so the newest line may have no name yet.
+    """
+    names = iter([name for name in phase_names if name != "control"])
     rows = []
     for line in lines:
         if line["phase"] not in (TIME, CONTROL_TIME):
@@ -313,7 +355,8 @@ def _times(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if name.endswith("_seconds") and isinstance(value, int | float)
         }
         total = stages.pop("total", sum(stages.values()))
-        name = "control" if line["phase"] == CONTROL_TIME else f"step {line['step']}"
+        is_control = line["phase"] == CONTROL_TIME
+        name = "control" if is_control else next(names, f"step {line['step']}")
         rows.append({"name": name, "total": total, "stages": stages})
     return rows
 

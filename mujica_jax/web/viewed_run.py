@@ -233,9 +233,7 @@ class ViewedRun:
                 continue
             evaluation = TrajectorySet(
                 id=f"eval-{match[1]}",
-                title=f"evaluation after {match[1].replace('-', ' ')}"
-                if _is_phase(match[1])
-                else f"evaluation {match[1]}",
+                title=_evaluation_title(match[1]),
                 kind="evaluation",
                 shards=(ShardFile(name=name),),
                 questions_file=f"eval/{match[1]}.predictions.jsonl",
@@ -244,10 +242,14 @@ class ViewedRun:
         return evaluations
 
 
-def _is_phase(stem: str) -> bool:
-    """Return whether this is the name of a phase of training, with dashes for spaces."""
-    known = ("warm-up", "control", "evipath", "sft", "dpo")
-    return stem in known or re.fullmatch(r"round-\d+", stem) is not None
+def _evaluation_title(stem: str) -> str:
+    """Return the name of an evaluation on the page. `stem` is the name of its files."""
+    round_name = re.fullmatch(r"round-(\d+)", stem)
+    if round_name:
+        return f"evaluation after round {round_name[1]}"
+    if stem in ("warm-up", "control", "evipath", "sft", "dpo"):
+        return f"evaluation after {stem}"
+    return f"evaluation {stem}"
 
 
 def _natural_order(name: str) -> tuple[Any, ...]:

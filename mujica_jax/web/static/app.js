@@ -4,7 +4,7 @@
 // `show` fills `main` and may return a function that is called when the page is left. To add a
 // page, write its module and add a line to PAGES.
 
-import { announce, clear, element } from "./dom.js";
+import { announce, element, put } from "./dom.js";
 import * as compare from "./pages/compare.js";
 import * as report from "./pages/report.js";
 import * as runs from "./pages/runs.js";
@@ -43,9 +43,10 @@ async function showPage() {
 
   const main = document.getElementById("main");
   const content = element("div", { class: "page" }, element("p", { class: "quiet" }, "Loading …"));
-  clear(main).append(content);
+  put(main, content);
   if (page === null) {
-    clear(content).append(
+    put(
+      content,
       element("h1", {}, "No such page"),
       element("p", {}, `There is no page “${name}”. `, element("a", { href: "#/runs" }, "See the runs")),
     );
@@ -57,7 +58,8 @@ async function showPage() {
     if (thisVisit === visit) leave = left ?? (() => {});
     else left?.();
   } catch (error) {
-    clear(content).append(
+    put(
+      content,
       element("h1", {}, page.module.title),
       element("p", { class: "fault", role: "alert" }, error.message),
     );
@@ -74,7 +76,7 @@ function drawNavigation(current) {
     if (isCurrent) link.setAttribute("aria-current", "page");
     list.append(element("li", {}, link));
   }
-  clear(document.getElementById("navigation")).append(list);
+  put(document.getElementById("navigation"), list);
 }
 
 window.addEventListener("hashchange", showPage);

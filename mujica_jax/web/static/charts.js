@@ -1,7 +1,7 @@
 // Line charts in SVG. Each chart can be read without seeing it: a focusable frame whose arrow keys
 // move through the values, and a table with all numbers.
 
-import { clear, element, number, svg, table } from "./dom.js";
+import { element, number, put, svg, table } from "./dom.js";
 
 const HEIGHT = 230;
 const MARGIN = { left: 56, right: 14, top: 12, bottom: 34 };
@@ -45,7 +45,7 @@ export function lineChart(chart) {
 
   const draw = () => {
     drawing = drawChart(frame.clientWidth || 480, chart, series, label);
-    clear(frame).append(drawing.node);
+    put(frame, drawing.node);
     if (cursor !== null) showCursor();
   };
   const showCursor = () => {
@@ -146,7 +146,8 @@ function drawChart(width, chart, series, label) {
   const room = Math.max(2, Math.floor(inner.width / 80));
   for (const x of xTicks(chart, xs, xRange, room)) {
     const text = chart.x_labels[x] ?? number(x);
-    node.append(svg("text", { x: toX(x), y: bottom + 18, "text-anchor": "middle" }, text));
+    const isAtEnd = toX(x) > width - MARGIN.right - 30;
+    node.append(svg("text", { x: toX(x), y: bottom + 18, "text-anchor": isAtEnd ? "end" : "middle" }, text));
   }
   for (const entry of series) {
     const d = entry.points.map(([x, y], index) => `${index ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`).join("");

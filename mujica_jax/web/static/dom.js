@@ -25,10 +25,10 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// Remove all children of a node, and return it.
-export function clear(node) {
+// Replace the content of a node. Children that are null or false are left out, as in `element`.
+export function put(node, ...children) {
   node.replaceChildren();
-  return node;
+  return fill(node, {}, children);
 }
 
 // Tell a screen reader what has changed.

@@ -2,12 +2,13 @@
 // `mujica report` writes share it.
 
 import { lineChart } from "./charts.js";
-import { clear, duration, element, number, table } from "./dom.js";
+import { duration, element, number, put, table } from "./dom.js";
 
 // Draw the report into `place`. `data` has `runs` and `differences`.
 export function drawReport(place, data) {
   const { runs } = data;
-  clear(place).append(
+  put(
+    place,
     ...runs.map(stateLine),
     ...runs.filter((run) => run.warnings.length > 0).map(warningList),
     element("section", { "aria-label": "Scores" }, element("h2", {}, "Scores"), runs.map(scoreTable)),

@@ -1,7 +1,7 @@
 // One or two trajectories as tree, transcript and tokens. Questions, passages and model text enter
 // as text nodes alone, so nothing in them can act as a page.
 
-import { clear, duration, element, number } from "./dom.js";
+import { duration, element, number, put } from "./dom.js";
 
 // The lowest probability of each colour, from likely to unlikely. Below the last it is p4.
 const PROBABILITY_STEPS = [0.9, 0.5, 0.2, 0.05];
@@ -21,7 +21,7 @@ export function trajectoryFacts(trajectory) {
     ["Gold answers", trajectory.answers.length ? trajectory.answers.join(" | ") : "not recorded", "wide"],
     ["Reward", trajectory.reward === null ? "none: a search or the judge failed" : number(trajectory.reward, 4)],
     ...parts.map(([name, value]) => [`Reward: ${name}`, number(value, 4)]),
-    ["Kept for training", { true: "yes", false: "no" }[String(trajectory.kept)] ?? "not recorded"],
+    ["Kept for training", keptText(trajectory)],
     ["Threshold K", trajectory.threshold === null ? null : number(trajectory.threshold, 4)],
     ["Ended by", isAnswered ? "answered" : element("span", { class: "tag bad" }, trajectory.stop_reason)],
     ["Kind", trajectory.kind],
@@ -39,6 +39,12 @@ export function trajectoryFacts(trajectory) {
       .filter(([, value]) => value !== null && value !== "" && value !== undefined)
       .map(([name, value, className]) => element("div", { class: className }, element("dt", {}, name), element("dd", {}, value))),
   );
+}
+
+// Training keeps nothing of an evaluation, so there the answer is left out.
+function keptText(trajectory) {
+  if (trajectory.set.startsWith("eval-")) return null;
+  return { true: "yes", false: "no" }[String(trajectory.kept)] ?? "not recorded";
 }
 
 // Return tabs with the views. Several trajectories stand side by side in each view.
@@ -73,7 +79,7 @@ export function trajectoryViews(trajectories) {
     });
     panel.setAttribute("aria-labelledby", buttons[chosen].id);
     const parts = trajectories.map(VIEWS[chosen][1]);
-    clear(panel).append(parts.length > 1 ? element("div", { class: "side-by-side" }, parts.map((part) => element("div", {}, part))) : parts[0]);
+    put(panel, parts.length > 1 ? element("div", { class: "side-by-side" }, parts.map((part) => element("div", {}, part))) : parts[0]);
   };
   list.append(...buttons);
   select(0);

@@ -1,7 +1,7 @@
 // Two trajectories side by side: two attempts at a question, or two policies on it.
 
 import { fetchTrajectory, trajectoryAddress } from "../api.js";
-import { clear, element } from "../dom.js";
+import { element, put } from "../dom.js";
 import { trajectoryFacts, trajectoryViews } from "../trajectory_view.js";
 
 export const title = "Compare";
@@ -17,7 +17,8 @@ export async function show(main, parameters) {
   const trajectories = await Promise.all(places.map(fetchTrajectory));
   const [left, right] = trajectories;
   const isSameQuestion = left.question_id === right.question_id;
-  clear(main).append(
+  put(
+    main,
     element("h1", {}, isSameQuestion ? left.question ?? `Question ${left.question_id}` : "Two trajectories"),
     element("p", { class: "notice calm", hidden: isSameQuestion }, "These trajectories belong to different questions."),
     element(

@@ -1,7 +1,7 @@
 // The page of the run report. While a run is under way, it asks for news every two seconds.
 
 import { fetchJson, fetchRuns } from "../api.js";
-import { announce, clear, element } from "../dom.js";
+import { announce, element, put } from "../dom.js";
 import { drawReport } from "../report_view.js";
 
 export const title = "Report";
@@ -15,7 +15,7 @@ export async function show(main, parameters) {
 
   const content = element("div", {});
   const problem = element("p", { class: "fault", role: "alert" });
-  clear(main).append(element("h1", {}, "Report"), chooser(names, chosen), problem, content);
+  put(main, element("h1", {}, "Report"), chooser(names, chosen), problem, content);
   const query = new URLSearchParams();
   for (const name of chosen) query.append("run", name);
 

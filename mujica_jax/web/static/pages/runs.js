@@ -1,13 +1,14 @@
 // The first page: all runs, with their rounds and evaluations.
 
 import { fetchRuns } from "../api.js";
-import { clear, element, table } from "../dom.js";
+import { element, put, table } from "../dom.js";
 
 export const title = "Runs";
 
 export async function show(main) {
   const runs = await fetchRuns();
-  clear(main).append(
+  put(
+    main,
     element("h1", {}, "Runs"),
     runs.length > 1
       ? element("p", {}, element("a", { href: reportAddress(runs) }, "Compare the reports of all runs"))

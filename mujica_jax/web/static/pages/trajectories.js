@@ -2,7 +2,7 @@
 // holds the whole query, so a list can be kept as a bookmark.
 
 import { fetchJson, fetchRuns, trajectoryAddress } from "../api.js";
-import { announce, clear, element, number } from "../dom.js";
+import { announce, element, number, put } from "../dom.js";
 
 export const title = "Trajectories";
 const PAGE_ROWS = 50;
@@ -52,7 +52,8 @@ class TrajectoryList {
     this.compareLink = element("span", {});
     this.rows = element("div", { class: "rows table-scroll", tabindex: "0", role: "region", "aria-label": "Trajectories" });
     this.pager = element("nav", { class: "bar", "aria-label": "Pages of the list" });
-    clear(this.main).append(
+    put(
+      this.main,
       element("h1", {}, "Trajectories"),
       element("section", { class: "card", "aria-label": "Choose trajectories" }, this.form),
       this.notices,
@@ -90,7 +91,7 @@ class TrajectoryList {
     } catch (error) {
       if (error.name === "AbortError") return;
       this.rows.classList.remove("busy");
-      clear(this.notices).append(element("p", { class: "notice", role: "alert" }, error.message));
+      put(this.notices, element("p", { class: "notice", role: "alert" }, error.message));
       if (!this.form.hasChildNodes()) this.drawFilters({ stop_reasons: [], kinds: [], kept: [], reward: [], search_count: [] });
       return;
     }
@@ -134,9 +135,10 @@ class TrajectoryList {
       { name: "run", onchange: (event) => { location.hash = `#/trajectories?${new URLSearchParams({ run: event.target.value })}`; } },
       this.runs.map((run) => element("option", { value: run.name, selected: run === this.run }, run.name)),
     );
-    const sets = [["", "all rounds and evaluations"], ...this.run.sets.map((set) => [set.id, set.title])];
+    const sets = [["", "all of the run"], ...this.run.sets.map((set) => [set.id, set.title])];
     const sorts = [["", "as sampled"], ...COLUMNS.map(([name, heading]) => [name, heading])];
-    clear(this.form).append(
+    put(
+      this.form,
       element("label", {}, "Run", runSelect),
       element("label", {}, "Round or evaluation", select("set", sets)),
       element("label", { class: "wide" }, "Text in question or answer", input("text", { type: "search", maxlength: "1000" })),
@@ -164,7 +166,8 @@ class TrajectoryList {
       const current = this.query.get(name) ?? "";
       const options = withCounts(values);
       if (!options.some(([value]) => value === current)) options.push([current, `${current} (0)`]);
-      clear(select).append(
+      put(
+        select,
         ...options.map(([value, text]) => element("option", { value, selected: value === current }, text)),
       );
       select.disabled = values.length === 0 && current === "";
@@ -192,7 +195,7 @@ class TrajectoryList {
   }
 
   drawNotices(data) {
-    clear(this.notices);
+    put(this.notices);
     if (data.damaged.length > 0) {
       this.notices.append(
         element(
@@ -226,7 +229,8 @@ class TrajectoryList {
       return element("th", { scope: "col", class: NUMERIC.has(name) ? "number" : null, "aria-sort": state }, button);
     });
     const body = data.rows.map((row) => this.row(row));
-    clear(this.rows).append(
+    put(
+      this.rows,
       element(
         "table",
         {},
@@ -237,7 +241,7 @@ class TrajectoryList {
     );
     if (data.rows.length === 0) {
       const reason = data.all === 0 ? "There are no trajectories yet." : "No trajectory fits these filters.";
-      clear(this.rows).append(element("p", { class: "empty card" }, reason));
+      put(this.rows, element("p", { class: "empty card" }, reason));
     }
     const last = data.offset + data.rows.length;
     const range = data.rows.length ? `${number(data.offset + 1)} to ${number(last)} of ` : "";
@@ -272,7 +276,7 @@ class TrajectoryList {
       cell("search_count", number(row.search_count)),
       cell("seconds", number(row.seconds, 1)),
       cell("attempt", number(row.attempt)),
-      cell("set", this.titles.get(row.set) ?? row.set),
+      cell("set", this.titles.get(row.set) ?? row.set, "set"),
       cell("kind", row.kind ?? "–"),
     );
   }
@@ -280,7 +284,7 @@ class TrajectoryList {
   choose(address, place, box) {
     if (box.checked) this.chosen.set(address, place);
     else this.chosen.delete(address);
-    clear(this.compareLink);
+    put(this.compareLink);
     if (this.chosen.size !== 2) {
       if (this.chosen.size > 0) this.compareLink.append(element("span", { class: "quiet" }, `${this.chosen.size} chosen; choose two to compare`));
       return;
@@ -309,7 +313,8 @@ class TrajectoryList {
     const pages = Math.max(1, Math.ceil(data.matching / PAGE_ROWS));
     const page = Math.floor(offset / PAGE_ROWS) + 1;
     const lastStart = (pages - 1) * PAGE_ROWS;
-    clear(this.pager).append(
+    put(
+      this.pager,
       turn("First", 0, offset === 0),
       turn("Previous", Math.max(0, offset - PAGE_ROWS), offset === 0),
       element("span", {}, `Page ${number(page)} of ${number(pages)}`),

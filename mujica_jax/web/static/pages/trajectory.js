@@ -1,7 +1,7 @@
 // The page of one trajectory, and the other attempts at its question in all runs.
 
 import { fetchJson, fetchRuns, fetchTrajectory, trajectoryAddress } from "../api.js";
-import { clear, element, number, table } from "../dom.js";
+import { element, number, put, table } from "../dom.js";
 import { trajectoryFacts, trajectoryViews } from "../trajectory_view.js";
 import { compareAddress } from "./trajectories.js";
 
@@ -13,7 +13,8 @@ export async function show(main, parameters) {
   const trajectory = await fetchTrajectory(place);
   const others = element("section", { class: "card", "aria-label": "Other attempts" });
   const listAddress = `#/trajectories?${new URLSearchParams({ run: place.run, set: place.set })}`;
-  clear(main).append(
+  put(
+    main,
     element("p", { class: "links" }, element("a", { href: listAddress }, `All trajectories of ${trajectory.set_title}`)),
     element("h1", {}, trajectory.question ?? `Question ${trajectory.question_id}`),
     element("section", { class: "card", "aria-label": "Facts" }, trajectoryFacts(trajectory)),
