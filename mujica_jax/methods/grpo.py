@@ -73,6 +73,7 @@ from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, PhaseState, tokens_of
 from mujica_jax.runs.round_statistics import entropy
 from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.selection import record_selection
 from mujica_jax.runs.versions import (
     commit_policy,
     committed_state,
@@ -194,6 +195,10 @@ def _run_round(
     # Compare: give each attempt the advantage of its reward over its group. Then check that engine
     # and trainer compute the same log-probabilities for its tokens.
     rollout = compare_attempts(run, trajectories, number)
+    learnt_trajectories = [
+        trajectory for group in rollout.learnt for trajectory in group.trajectories
+    ]
+    record_selection(run, number, trajectories, learnt_trajectories)
     mismatch.compare(run, state, trajectories, number, number - 1)
 
     # Score and learn: weight the sampled tokens, and maximise the clipped objective. If all

@@ -83,6 +83,7 @@ from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult, PhaseState, tokens_of
 from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
 from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.selection import record_selection
 from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.select import (
@@ -147,6 +148,7 @@ def _run_rounds(
         # Select: keep the trajectories that beat K, at most `keep_per_question` for each question.
         # `selected.rows` are their conversations.
         selected = select_trajectories(run, number, sampled)
+        record_selection(run, number, sampled.trajectories, selected.trajectories)
         cost.accepted = len(selected.trajectories)
 
         # Learn: pack these conversations and replayed older ones into training rows, and maximise

@@ -38,6 +38,7 @@ from mujica_jax.runs.parts import statistics_of
 from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, phase_file
 from mujica_jax.runs.run import Run
 from mujica_jax.runs.sampling import gather
+from mujica_jax.runs.selection import question_record
 from mujica_jax.runs.versions import use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
@@ -173,10 +174,7 @@ class Scores:
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
         for place, (question, trajectory) in enumerate(pairs):
             row = {
-                "id": question.id,
-                "kind": question.kind,
-                "question": question.text,
-                "answers": question.answers,
+                **question_record(question),
                 "prediction": trajectory.answer,
                 **self._scores_of(question, trajectory),
                 "reward": trajectory.reward if trajectory.is_rewarded else None,

@@ -20,6 +20,7 @@ from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Tur
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 SCHEMA_VERSION = "3"
 # Files of version 2 do not record which turns a length limit cut.
@@ -83,10 +84,19 @@ def read_table(data: bytes, name: str) -> "pyarrow.Table":
     Raises StoreError if the file is damaged or has another schema version. The message begins with
     `name`.
     """
+    check_digest(data, name)
+    return open_file(data, name).read()
+
+
+def open_file(data: bytes, name: str) -> "pyarrow.parquet.ParquetFile":
+    """Open the bytes of a shard, so that single columns can be read.
+
+    The caller has checked the bytes against a checksum. Raises StoreError if the file has another
+    schema version, or another number of rows than its metadata say.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    check_digest(data, name)
     file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
     metadata: dict[str, str] = {}
     for key, value in (file.metadata.metadata or {}).items():
@@ -97,13 +107,18 @@ def read_table(data: bytes, name: str) -> "pyarrow.Table":
             f"{name} has schema version {version}, but this program reads "
             f"{' and '.join(READ_VERSIONS)}; read it with the release that wrote it"
         )
-    table = file.read()
-    if metadata.get("rows") != str(table.num_rows):
+    rows = file.metadata.num_rows
+    if metadata.get("rows") != str(rows):
         raise StoreError(
-            f"{name} has {table.num_rows} rows, but its metadata say {metadata.get('rows')}; "
-            "sample it again"
+            f"{name} has {rows} rows, but its metadata say {metadata.get('rows')}; sample it again"
         )
-    return table
+    return file
+
+
+def read_row(file: "pyarrow.parquet.ParquetFile", row: int) -> Trajectory:
+    """Return the trajectory in one row of an opened shard. `row` counts from 0."""
+    (trajectory,) = _trajectories(file.read().slice(row, 1))
+    return trajectory
 
 
 def check_digest(data: bytes, name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from mujica_jax.methods import grpo, mygo, mygo_worker, supervised
 from mujica_jax.methods.decex import method as decex
 from mujica_jax.methods.evipath import method as evipath
-from mujica_jax.runs import evaluation, learning, mismatch, sampling, versions
+from mujica_jax.runs import evaluation, learning, mismatch, sampling, selection, versions
 
 RECIPES = (mygo, mygo_worker, grpo, supervised, decex, evipath)
 FUNCTIONS = {
@@ -27,6 +27,7 @@ FUNCTIONS = {
     learning: ("train", "train_phase", "finished_state", "rows_that_fit", "score_once"),
     evaluation: ("finish",),
     mismatch: ("compare",),
+    selection: ("record_selection",),
     versions: ("commit_policy", "use_policy", "committed_state", "remove_past_checkpoints"),
 }
 

@@ -32,6 +32,7 @@ FLOORS = (
     ("demonstrations",),
     ("runs",),
     ("methods",),
+    ("web",),
     ("commands",),
     (
         "train",
@@ -97,6 +98,9 @@ ENTRY_POINTS = [name for name in FLOORS[-1] if (PACKAGE / f"{name}.py").exists()
 
 
 def room_of(path: Path) -> str:
+    if path.name == "__main__.py":
+        # `python -m mujica_jax.report`: an entry point, whose folder is a room of its own.
+        return "commands"
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

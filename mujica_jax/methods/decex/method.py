@@ -59,6 +59,7 @@ from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.phases import WARM_UP, Phase, PhaseCost, PhaseResult, PhaseState
 from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.selection import record_selection
 from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.trajectories.store import ShardEntry
 
@@ -85,6 +86,7 @@ def decex(run: Run) -> list[PhaseResult]:
     trees = [record for record in records if not is_pair(record)]
     chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
     pairs = _pairs_to_learn(run, records) if config.dpo else []
+    record_selection(run, ROUND, records, chains)
     _report_trees(run, records, num_chains=len(chains))
     cost.forward_tokens = int(sum(tree.counts["forward_tokens"] for tree in trees))
     cost.trajectories = int(sum(tree.counts["finished"] for tree in trees))

@@ -63,6 +63,7 @@ from mujica_jax.runs.evaluation import right_ones
 from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult, PhaseState
 from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.selection import record_selection
 from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.task import ParagraphTask
@@ -111,6 +112,7 @@ def evipath(run: Run) -> list[PhaseResult]:
     # Select: keep the trajectories with a correct answer. The conversations of the roles that are
     # trained become the rows that are learnt.
     selection = _select(run, questions, trajectories)
+    record_selection(run, EVIPATH.step, trajectories, selection.kept_trajectories)
 
     # Learn: maximise the likelihood of these rows for some epochs.
     with run.clock.stage("packing"):
