@@ -137,6 +137,11 @@ class Tokenizer:
         pad_ids = (wrapped.pad_token_id, wrapped.eos_token_id, 0)
         self.pad_token_id: int = next(id for id in pad_ids if id is not None)
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the package `tokenizers`, for programs that only decode."""
+        return self._backend
+
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
         """Load the tokenizer of a Hugging Face directory, from its tokenizer.json.

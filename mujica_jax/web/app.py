@@ -1,6 +1,7 @@
 """The web application: one FastAPI app with a router for each area, and the page in `static/`.
 
-    app = create_app(["runs/first", "runs/second"])
+    app = create_app(["runs/first", "runs/second"])             # runs alone, without a model
+    app = create_app(["runs/first"], served=ServedModels(...))  # also asks, and speaks OpenAI's API
 
 To add a page, write a router like `trajectories.router`, include it in `create_app`, and add a
 module to `static/pages/` and a line to PAGES in `static/app.js`.
@@ -20,11 +21,15 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mujica_jax.errors import StoreError, UserError
-from mujica_jax.web import report, trajectories
+from mujica_jax.web import ask, report, trajectories
+from mujica_jax.web.api_key import ApiKey, error_answer
+from mujica_jax.web.health import health_router
+from mujica_jax.web.openai import routes as openai_routes
 from mujica_jax.web.run_library import RunLibrary, UnknownNameError
+from mujica_jax.web.served import NO_MODELS, ServedModels
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-MAX_REQUEST_BYTES = 2**20
+MAX_REQUEST_BYTES = 4 * 2**20
 # Headers of every answer. The page loads nothing from elsewhere and runs no inline script, so text
 # of a passage can never act as a page.
 HEADERS = {
@@ -43,21 +48,33 @@ def static_folder() -> Path:
     return Path(str(resources.files("mujica_jax.web") / "static"))
 
 
-def create_app(runs: Sequence[str], *, allowed_hosts: Sequence[str] = LOOPBACK_HOSTS) -> FastAPI:
-    """Return the application that shows these run directories.
+def create_app(
+    runs: Sequence[str],
+    *,
+    served: ServedModels = NO_MODELS,
+    allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
+    api_key: str | None = None,
+) -> FastAPI:
+    """Return the application that shows these run directories, and serves these models.
 
-    `allowed_hosts` are the host names under which the page may be opened; "*" allows all. Raises
-    UserError if a directory holds no run.
+    `allowed_hosts` are the host names under which the page may be opened; "*" allows all. With
+    `api_key`, every request for data needs it; the page asks for it. Raises UserError if a directory
+    holds no run.
     """
     library = RunLibrary(runs)
     app = FastAPI(title="mujica_jax", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(trajectories.router(library))
     app.include_router(report.router(library))
+    app.include_router(ask.router(served))
+    app.include_router(openai_routes.router(served.policy, served.agent))
+    app.include_router(health_router(served))
 
     app.add_exception_handler(UserError, _answer_user_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_request)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(RequestLimit)
+    if api_key is not None:
+        app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts), www_redirect=False)
     app.add_middleware(SafeHeaders)
 
@@ -116,7 +133,7 @@ class RequestLimit:
             has_more = message.get("more_body", False)
             if len(body) > MAX_REQUEST_BYTES:
                 sentence = f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send less"
-                await JSONResponse({"error": sentence}, 413)(scope, receive, send)
+                await error_answer(scope, sentence, 413)(scope, receive, send)
                 return
         await self._app(scope, _ReadBody(bytes(body), receive), send)
 

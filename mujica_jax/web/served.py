@@ -9,10 +9,10 @@ import codecs
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from mujica_jax.errors import UserError
+from mujica_jax.errors import UserError, nearest
 from mujica_jax.inference.background import BackgroundGenerator
 from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, before_stop
 from mujica_jax.learning.conversations import conversation_of
@@ -20,7 +20,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Message, Trajectory
 from mujica_jax.runs.asking import Answerer
 from mujica_jax.runs.episode_events import Event
-from mujica_jax.tasks.asked import asked_question
+from mujica_jax.tasks.asked import AskedQuestion, asked_question
 from mujica_jax.tasks.task import Task
 
 # The ids of the two models.
@@ -194,34 +194,103 @@ class HeldBackText:
         return piece
 
 
+class Source(Protocol):
+    """What an agent may search. `asked` returns a question with its environment."""
+
+    async def asked(self, question: str) -> AskedQuestion:
+        """Return the question. Raises UserError if it cannot be asked here."""
+        ...
+
+
+class TaskSource:
+    """The passages or the graph of a task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def asked(self, question: str) -> AskedQuestion:
+        """Return the question with the candidates that the task finds in it. Raises UserError."""
+        return await asked_question(self.task, question)
+
+
 class ServedAgent:
     """The agent behind the model id `agent`, and behind the page that asks it."""
 
     def __init__(
         self,
         background: BackgroundGenerator,
-        answerer: Answerer,
-        task: Task,
+        answerers: Mapping[str, Answerer],
+        sources: Mapping[str, Source],
     ) -> None:
-        """Serve the agent of `answerer`, which searches what the task searches."""
-        self.background = background
-        self._answerer = answerer
-        self._task = task
+        """Serve the agents of `answerers`, by their names, over `sources`, by theirs.
 
-    async def answer(self, question: str) -> AsyncGenerator[Event | Trajectory, None]:
-        """Play an episode, and yield what happens in it, and then the trajectory.
-
-        Raises UserError if the question cannot be asked, and OverloadError if the server is full.
+        The first of each is used unless a client names another one.
         """
+        self.background = background
+        self.answerers = answerers
+        self.sources = sources
+
+    def check(self, agent: str | None, source: str | None) -> None:
+        """Check the names of an agent and of a source. None: the first. Raises UserError."""
+        if agent is not None and agent not in self.answerers:
+            raise UserError(f"unknown agent {agent!r}; {nearest(agent, self.answerers)}")
+        if source is not None and source not in self.sources:
+            raise UserError(f"unknown source {source!r}; {nearest(source, self.sources)}")
+
+    async def answer(
+        self, question: str, *, agent: str | None = None, source: str | None = None
+    ) -> AsyncGenerator[str | Event | Trajectory, None]:
+        """Play an episode.
+
+        Yields notes on the question (sentences), what happens in the episode, and last the
+        trajectory. Raises UserError if the question cannot be asked, and OverloadError if the
+        server is full.
+        """
+        self.check(agent, source)
+        answerer = self.answerers[agent or next(iter(self.answerers))]
+        searched = self.sources[source or next(iter(self.sources))]
 
         async def job(send: Callable[[Any], None]) -> None:
-            asked = await asked_question(self._task, question)
-            send(await self._answerer.answer(asked, send))
+            asked = await searched.asked(question)
+            for note in asked.notes:
+                send(note)
+            send(await answerer.answer(asked, send))
 
         events = self.background.follow(job)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModels:
+    """What a server serves.
+
+    Attributes:
+        name: The name of the policy, such as the run and the number of its policy.
+        background: The generator of both models. None: nothing is served.
+        policy: The policy; None if it is behind an endpoint of its own.
+        agent: The agent; None if no task says what it searches.
+        tokenizer: The tokenizer of the policy.
+        examples: Questions that the task asks.
+    """
+
+    name: str = ""
+    background: BackgroundGenerator | None = None
+    policy: ServedPolicy | None = None
+    agent: ServedAgent | None = None
+    tokenizer: Tokenizer | None = None
+    examples: tuple[str, ...] = ()
+
+
+NO_MODELS = ServedModels()
+
+
+def event_fields(event: str | Event) -> dict[str, Any]:
+    """Return a note on the question, or an event of an episode, as a JSON object."""
+    if isinstance(event, str):
+        return {"event": "note", "note": event}
+    return event.as_dict()
 
 
 def searches_of(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -157,9 +157,8 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     @property
     def statistics(self) -> GeneratorStatistics:
         """The generator's statistics. `refused` includes requests that this server rejected."""
-        statistics = self._background.generator.statistics
-        refused = statistics.refused + self._background.refused + self._refused
-        return dataclasses.replace(statistics, refused=refused)
+        statistics = self._background.statistics
+        return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
 
     async def health_check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Answer whether the server takes requests."""

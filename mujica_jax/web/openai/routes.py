@@ -40,7 +40,14 @@ from mujica_jax.web.openai.requests import (
     read_chat_request,
     read_completion_request,
 )
-from mujica_jax.web.served import AGENT, POLICY, ServedAgent, ServedPolicy, searches_of
+from mujica_jax.web.served import (
+    AGENT,
+    POLICY,
+    ServedAgent,
+    ServedPolicy,
+    event_fields,
+    searches_of,
+)
 
 # The type of a stream's content.
 EVENT_STREAM = "text/event-stream"
@@ -231,7 +238,7 @@ async def _pieces_of_agent(
                 trajectory = event
                 continue
             choice = {"delta": {}, "logprobs": None, "finish_reason": None}
-            yield head.piece(choice, mujica=event.as_dict())
+            yield head.piece(choice, mujica=event_fields(event))
     assert trajectory is not None, "an episode ends with its trajectory, or with an error"
     delta = {"role": "assistant", "content": trajectory.answer}
     choice = {"delta": delta, "logprobs": None, "finish_reason": _finish(trajectory)}

@@ -1,0 +1,42 @@
+"""GET /healthz and GET /metrics."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CollectorRegistry, generate_latest
+
+from mujica_jax.inference.counters import LiveCounters
+from mujica_jax.inference.generator import GeneratorStatistics
+from mujica_jax.web.served import ServedModels
+
+
+def health_router(served: ServedModels) -> APIRouter:
+    """Return the two routes. Without a model, there are no counters."""
+    router = APIRouter()
+    registry = CollectorRegistry()
+    background = served.background
+    if background is not None and isinstance(
+        getattr(background.generator, "statistics", None), GeneratorStatistics
+    ):
+        # A collector needs only a method `collect`.
+        registry.register(LiveCounters(lambda: background.statistics))  # pyright: ignore[reportArgumentType]
+
+    @router.get("/healthz")
+    def health() -> JSONResponse:
+        if background is None:
+            return JSONResponse({"status": "ok", "model": None})
+        if not background.is_live:
+            return JSONResponse({"error": "the server is stopping: ask another one"}, 503)
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": served.name,
+                "under_way": background.under_way,
+                "capacity": background.capacity,
+            }
+        )
+
+    @router.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(registry).decode())
+
+    return router
