@@ -10,11 +10,12 @@ ended it. If there are too many, a new one is refused at once (`OverloadError`).
 """
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
-from mujica_jax.inference.generator import PolicyGenerator
+from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
 from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
 
 
@@ -75,6 +76,12 @@ class BackgroundGenerator:
     def under_way(self) -> int:
         """The number of jobs that were started and have not ended."""
         return self._under_way
+
+    @property
+    def statistics(self) -> GeneratorStatistics:
+        """The generator's statistics. `refused` includes jobs that were refused here."""
+        statistics = self.generator.statistics
+        return dataclasses.replace(statistics, refused=statistics.refused + self.refused)
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         """Complete one prompt. Raises RequestError, and OverloadError if too many jobs run.

@@ -102,7 +102,7 @@ class _AskedTrajectories:
         backend = None if self._tokenizer is None else self._tokenizer.backend
         return {
             "run": None,
-            "set": None,
+            "set": "asked",
             "set_title": "questions on this page",
             "shard": 0,
             "row": id,

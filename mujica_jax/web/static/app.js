@@ -5,6 +5,7 @@
 // page, write its module and add a line to PAGES.
 
 import { announce, element, put } from "./dom.js";
+import * as ask from "./pages/ask.js";
 import * as compare from "./pages/compare.js";
 import * as report from "./pages/report.js";
 import * as runs from "./pages/runs.js";
@@ -13,6 +14,7 @@ import * as trajectory from "./pages/trajectory.js";
 
 // `navigation` is the text in the navigation; pages without it are reached from others.
 const PAGES = {
+  ask: { module: ask, navigation: "Ask" },
   runs: { module: runs, navigation: "Runs" },
   trajectories: { module: trajectories, navigation: "Trajectories" },
   report: { module: report, navigation: "Report" },

@@ -9,19 +9,20 @@ export const title = "Trajectory";
 const MAX_ATTEMPTS = 100;
 
 export async function show(main, parameters) {
-  const place = Object.fromEntries(["run", "set", "shard", "row"].map((name) => [name, parameters.get(name) ?? ""]));
+  const place = Object.fromEntries(["run", "set", "shard", "row", "asked"].map((name) => [name, parameters.get(name) ?? ""]));
   const trajectory = await fetchTrajectory(place);
-  const others = element("section", { class: "card", "aria-label": "Other attempts" });
-  const listAddress = `#/trajectories?${new URLSearchParams({ run: place.run, set: place.set })}`;
+  const others = element("section", { class: "card", "aria-label": "Other attempts", hidden: Boolean(place.asked) });
+  const listAddress = place.asked ? "#/ask" : `#/trajectories?${new URLSearchParams({ run: place.run, set: place.set })}`;
   put(
     main,
-    element("p", { class: "links" }, element("a", { href: listAddress }, `All trajectories of ${trajectory.set_title}`)),
+    element("p", { class: "links" }, element("a", { href: listAddress }, place.asked ? "Ask another question" : `All trajectories of ${trajectory.set_title}`)),
     element("h1", {}, trajectory.question ?? `Question ${trajectory.question_id}`),
     element("section", { class: "card", "aria-label": "Facts" }, trajectoryFacts(trajectory)),
     trajectoryViews([trajectory]),
     others,
   );
-  await showOthers(others, trajectory);
+  // An episode of the page that asks belongs to no run.
+  if (!place.asked) await showOthers(others, trajectory);
 }
 
 // List the attempts at the same question, of all runs.
