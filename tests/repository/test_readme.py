@@ -115,12 +115,15 @@ def test_the_arguments_are_taken(line, monkeypatch):
     words = arguments(line)
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
-    flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    values = {flag: value_of(flag, config) for flag in flags}
-    assert {flag: str(value) for flag, value in values.items()} == {
-        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
-        for flag, value in values.items()
-    }
+    for word, value in itertools.pairwise([*words, "--"]):
+        if not word.startswith("--"):
+            continue
+        taken = value_of(word, config)
+        if isinstance(taken, bool):
+            assert value.startswith("--"), "a switch has no value"
+            assert taken
+        else:
+            assert str(taken) == (str(float(value)) if isinstance(taken, float) else value)
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
 
