@@ -128,14 +128,18 @@ def parse(arguments: Sequence[str]) -> PlanConfig:
 
 def plan(options: PlanConfig) -> None:
     """Print the plan."""
-    targets = _targets(options)
+    targets = targets_of(options)
     _use_virtual_devices(max(target.count for target in targets))
 
     # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
     from mujica_jax.learning.trainer import Trainer
 
     model = model_of(options)
-    trainer = Trainer(model, options.trainer, devices=_devices(options))
+    # What a run needs as a whole does not depend on the mesh.
+    one_device = dataclasses.replace(
+        options.trainer, data_parallel_size=1, fsdp=1, tensor_parallel_size=1
+    )
+    trainer = Trainer(model, one_device, devices=_devices(1))
     for line in summary_lines(options, model, trainer):
         print(line)
     for target in targets:
@@ -210,10 +214,10 @@ def sampling_in_words(config: Config) -> str:
     if isinstance(method, GrpoConfig | DapoConfig):
         factor = method.max_sampled_batches if method.dynamic_sampling else 1
         attempts = method.rounds * questions * method.group_size * factor
-        more = f" x {factor} batches" if factor > 1 else ""
+        factor_words = f" x {factor} batches" if factor > 1 else ""
         return (
             f"at most {method.rounds} rounds x {questions:,} questions x {method.group_size} "
-            f"attempts{more} = {attempts:,} attempts"
+            f"attempts{factor_words} = {attempts:,} attempts"
         )
     if isinstance(method, EviPathConfig):
         return "one trajectory of the teacher for each training question"
@@ -256,9 +260,9 @@ def target_lines(options: PlanConfig, model: "DecoderConfig", target: Target) ->
     from mujica_jax.learning.trainer import Trainer
     from mujica_jax.runs import memory
 
-    config = _with_mesh(options, target)
+    config = with_mesh(options, target)
     check(config)
-    devices = _topology_devices(target) if options.compile else _devices(config)
+    devices = _topology_devices(target) if options.compile else _devices(target.count)
     trainer = Trainer(model, config.trainer, loss=_loss(config), devices=devices)
     if options.compile:
         compiled = trainer.lower_step().compile().memory_analysis()
@@ -356,7 +360,7 @@ def _fits_line(options: PlanConfig, free_bytes: int) -> str:
     )
 
 
-def _targets(options: PlanConfig) -> list[Target]:
+def targets_of(options: PlanConfig) -> list[Target]:
     """Return the chips that `--chips` names, or all known chips. Raises UserError."""
     from mujica_jax.runtime.chips import CHIPS
 
@@ -383,7 +387,7 @@ def _targets(options: PlanConfig) -> list[Target]:
     return targets
 
 
-def _with_mesh(config: PlanConfig, target: Target) -> PlanConfig:
+def with_mesh(config: PlanConfig, target: Target) -> PlanConfig:
     """Return the configuration with a mesh of as many devices as there are chips.
 
     `trainer.fsdp` is changed if that is possible. Raises UserError otherwise.
@@ -405,22 +409,30 @@ def _with_mesh(config: PlanConfig, target: Target) -> PlanConfig:
 
 
 def _use_virtual_devices(count: int) -> None:
-    """Let JAX have this many devices on the CPU, which is only possible before it starts."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    """Let JAX have this many devices on the CPU. They only describe the mesh.
+
+    Raises UserError if JAX has already started in this process with fewer devices.
+    """
+    # With libtpu, JAX would look for a TPU.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     import jax
 
-    # Nothing is computed on these devices. They only describe the mesh.
-    jax.config.update("jax_num_cpu_devices", count)
-    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        available = len(jax.devices("cpu"))
+        if available < count:
+            raise UserError(
+                f"the plan describes a mesh of {count} devices, but JAX has already started with "
+                f"{available}: plan in a process of its own"
+            ) from error
 
 
-def _devices(config: Config) -> list:
-    """Return the virtual devices of the configuration's mesh."""
+def _devices(count: int) -> list:
+    """Return this many virtual devices."""
     import jax
 
-    trainer = config.trainer
-    count = trainer.data_parallel_size * trainer.fsdp * trainer.tensor_parallel_size
     return jax.devices("cpu")[:count]
 
 

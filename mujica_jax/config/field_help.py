@@ -95,7 +95,7 @@ def own_comments(section: Any) -> dict[str, str]:
                 break
             above.insert(0, line)
 
-        if above:
+        if above and not behind:
             shared_text = comment_text(above)
         elif node.lineno != shared_until + 1 or behind:
             shared_text = ""

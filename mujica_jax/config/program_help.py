@@ -102,7 +102,7 @@ def help_text(
     if program.examples:
         lines += ["", "examples:"]
     for words, meaning in program.examples.items():
-        lines += [f"{INDENT}{prog} {words}".rstrip(), f"{TEXT_INDENT}{meaning}"]
+        lines += [f"{INDENT}{prog} {words}".rstrip(), *_wrapped(meaning, indent=TEXT_INDENT)]
     if program.default_config is not None:
         lines += [
             "",
@@ -114,7 +114,7 @@ def help_text(
     for heading, names in groups.items():
         shown = [flags[name] for name in names if name in flags]
         if shown:
-            lines += ["", f"{heading}:"]
+            lines += ["", *_wrapped(f"{heading}:")]
             for flag in shown:
                 lines += _flag_lines(flag)
 
