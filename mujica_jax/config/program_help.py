@@ -32,6 +32,8 @@ from mujica_jax.config.kinds import section_types, sections_with_kinds
 # The help is as wide as the terminal, within these limits.
 MIN_WIDTH = 60
 MAX_WIDTH = 100
+# In a table with longer names, the sentences stand below the names.
+MAX_NAME_WIDTH = 24
 INDENT = "  "
 TEXT_INDENT = " " * 6
 
@@ -263,8 +265,13 @@ def _flag_lines(flag: FlagHelp) -> list[str]:
 
 
 def _table(rows: Mapping[str, str], indent: str = INDENT) -> list[str]:
-    """Return names with their sentences, in two columns."""
+    """Return names with their sentences, in two columns. Below long names, if there are any."""
     name_width = max(map(len, rows), default=0) + 2
+    if name_width > MAX_NAME_WIDTH:
+        lines = []
+        for name, text in rows.items():
+            lines += [indent + name, *_wrapped(text, indent=indent + TEXT_INDENT)]
+        return lines
     lines = []
     for name, text in rows.items():
         first_indent = indent + name.ljust(name_width)
