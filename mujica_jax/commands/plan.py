@@ -152,14 +152,24 @@ def plan(options: PlanConfig) -> None:
 
 
 def model_of(config: Config) -> "DecoderConfig":
-    """Return the sizes of the model: of the checkpoint, or of the section `model`."""
+    """Return the sizes of the model: of the checkpoint, or of the section `model`.
+
+    A configuration that does not pre-train is for a checkpoint. Without `--init` it is planned for
+    one with an output matrix of its own, which most large checkpoints have.
+    """
     from mujica_jax.models.gguf import checkpoint_folder
     from mujica_jax.models.weights import load_config as load_model_config
     from mujica_jax.runs.model import decoder_config
 
-    if config.init is None:
-        return decoder_config(config, config.model.vocab_tokens, ())
-    return load_model_config(checkpoint_folder(config.init))
+    if config.init is not None:
+        return load_model_config(checkpoint_folder(config.init))
+    size = decoder_config(config, config.model.vocab_tokens, ())
+    return size if is_from_scratch(config) else dataclasses.replace(size, tie_word_embeddings=False)
+
+
+def is_from_scratch(config: Config) -> bool:
+    """Return whether the configuration trains a model with random weights."""
+    return config.init is None and config.pretraining.steps > 0
 
 
 def summary_lines(config: Config, model: "DecoderConfig", trainer: "Trainer") -> list[str]:
@@ -168,7 +178,11 @@ def summary_lines(config: Config, model: "DecoderConfig", trainer: "Trainer") ->
 
     parameters, trained = memory.count_parameters(trainer)
     trained_words = "all trained" if trained == parameters else f"{trained:,} trained"
-    source = "with random weights" if config.init is None else f"from {config.init}"
+    source = f"from {config.init}"
+    if is_from_scratch(config):
+        source = "with random weights"
+    elif config.init is None:
+        source = "of a checkpoint with an output matrix of its own (--init reads the exact sizes)"
     rows = {
         "model": f"{model.family}, {model.num_layers} layers of width {model.hidden_size}, {source}: "
         f"{parameters:,} parameters, {trained_words}",
@@ -281,8 +295,8 @@ def target_lines(options: PlanConfig, model: "DecoderConfig", target: Target) ->
     changed = config.trainer.fsdp != options.trainer.fsdp
     fsdp_words = f", with --trainer.fsdp {config.trainer.fsdp}" if changed else ""
     lines = [
-        f"{target.name}{fsdp_words}: GB on each of {target.count} chip"
-        f"{'' if target.count == 1 else 's'}, which has {target.chip.memory_bytes / 1e9:.1f} GB",
+        f"{target.name}{fsdp_words}: GB per chip. A {target.chip.name} has "
+        f"{target.chip.memory_bytes / 1e9:.1f} GB",
         *phase_table(phases),
     ]
     lines += _step_lines(options, trainer)

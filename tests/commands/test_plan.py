@@ -155,6 +155,6 @@ def test_a_7b_model_is_planned_without_a_device_and_without_weights():
 
 def test_a_model_that_does_not_fit_gets_the_sentence_of_the_check():
     output = run_plan("two_wiki_text_v5e", "--chips", "v5e:2x4", "--retrieval-gigabytes", "0.67")
-    assert "v5e:2x4, with --trainer.fsdp 8: GB on each of 8 chips, which has 16.0 GB" in output
+    assert "v5e:2x4, with --trainer.fsdp 8: GB per chip. A v5e has 16.0 GB" in output
     sentence = "does not fit: two_wiki_text_v5e needs 21.8 GB per chip while syncing, but a v5e has 16.0 GB"
     assert sentence in output
