@@ -155,9 +155,7 @@ def other_attempts() -> tuple[Trajectory, Trajectory]:
 
 def write_run(directory: Path, *, seed: int = 0) -> Store:
     """Write the run, and return its store."""
-    config = Config(
-        name="little", seed=seed, task=TinyWorldConfig(), method=MygoConfig(rounds=1)
-    )
+    config = Config(name="little", seed=seed, task=TinyWorldConfig(), method=MygoConfig(rounds=1))
     store = open_run(directory, dataclasses.asdict(config))
     store.commit_folder(
         "tokenizer", lambda folder: byte_tokenizer().save(str(folder / "tokenizer.json")), {}

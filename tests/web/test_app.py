@@ -61,7 +61,9 @@ def test_an_unknown_page_is_answered_with_a_sentence(client):
     assert answer.json() == {"error": "there is no page '/nowhere'; start at /"}
 
 
-@pytest.mark.parametrize("path", ["/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd"])
+@pytest.mark.parametrize(
+    "path", ["/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd"]
+)
 def test_no_file_outside_the_page_is_served(client, path):
     request = httpx.Request("GET", str(client.base_url).rstrip("/") + path)
     answer = client.send(request)
