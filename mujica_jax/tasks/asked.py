@@ -19,8 +19,8 @@ from mujica_jax.tasks.named_entities import (
     Mention,
     Names,
     find_mentions,
-    nearest_labels,
     names_of,
+    nearest_labels,
 )
 from mujica_jax.tasks.ranking import DenseRanking
 from mujica_jax.tasks.task import Environment, Split, Task

@@ -218,10 +218,10 @@ def longest(mentions: Iterable[Mention]) -> list[Mention]:
     Of two overlapping mentions with the same length, the first one is returned.
     """
     chosen: list[Mention] = []
-    for mention in sorted(mentions, key=lambda mention: (mention.start - mention.end, mention.start)):
-        overlaps = any(
-            mention.start < other.end and other.start < mention.end for other in chosen
-        )
+    for mention in sorted(
+        mentions, key=lambda mention: (mention.start - mention.end, mention.start)
+    ):
+        overlaps = any(mention.start < other.end and other.start < mention.end for other in chosen)
         if not overlaps:
             chosen.append(mention)
     return sorted(chosen, key=lambda mention: mention.start)

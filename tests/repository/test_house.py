@@ -33,6 +33,7 @@ FLOORS = (
     ("runs",),
     ("methods",),
     ("commands",),
+    ("api",),
     ("train", "eval", "sample", "index", "plan", "serve", "ask", "view", "export", "__main__"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
