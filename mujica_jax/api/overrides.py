@@ -14,8 +14,8 @@ from mujica_jax.errors import UserError
 Overrides = Mapping[str, Any] | Sequence[str]
 Parsed = TypeVar("Parsed")
 
-# What tyro draws around its messages.
-_frame = re.compile(r"[\u2500-\u257f]+")
+# What tyro draws around its messages, and its last line, which is about a program.
+_frame = re.compile(r"[\u2500-\u257f]+|-{3,}|[+|]|For full helptext, run.*", re.DOTALL)
 
 
 def as_words(overrides: Overrides | None) -> list[str]:

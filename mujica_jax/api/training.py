@@ -75,7 +75,15 @@ def train(
         UserError: The configuration is wrong, or `run` belongs to another configuration.
 
     >>> import mujica_jax as mj
-    >>> trained = mj.train("tiny_world", FEW_STEPS, run="trained")  # doctest: +ELLIPSIS
+    >>> few_steps = {
+    ...     "pretraining.steps": 2,
+    ...     "warmup.steps": 2,
+    ...     "method.rounds": 1,
+    ...     "sampling.questions_per_round": 8,
+    ...     "sampling.questions_per_shard": 8,
+    ...     "eval.questions": 8,
+    ... }
+    >>> trained = mj.train("tiny_world", few_steps, run="trained")  # doctest: +ELLIPSIS
     run directory: trained
     ...
     >>> trained.policy()

@@ -6,12 +6,14 @@ from mujica_jax.records import Entity
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.tasks.named_entities import (
     Mention,
+    Names,
     NameTable,
     find_mentions,
     longest,
     names_of,
     nearest_labels,
 )
+from tests.helpers.little_graph import graph_in_memory, write_dump
 
 
 def table(*labels: str) -> NameTable:
@@ -22,7 +24,7 @@ def table(*labels: str) -> NameTable:
     return names
 
 
-async def mentioned(text: str, names: NameTable, language: str = "en") -> list[tuple[str, str]]:
+async def mentioned(text: str, names: Names, language: str = "en") -> list[tuple[str, str]]:
     """Return each name in a question with the keys of its entities."""
     mentions = await find_mentions(text, names, language)
     return [(m.text, " ".join(entity.id for entity in m.entities)) for m in mentions]
@@ -154,6 +156,21 @@ async def test_the_names_of_a_graph_are_its_labels_and_its_ids():
         "Q7": [Entity(id="Q7", label="Taxi")],
         "Roy Ruth": [Entity(id="Roy Ruth", label="Roy Ruth")],
     }
+
+
+async def test_the_names_of_a_graph_on_disk_are_labels_and_aliases(tmp_path):
+    names = names_of(graph_in_memory(write_dump(tmp_path / "dump.nt")))
+    assert await mentioned("Who directed Purple Shore, I. Vand?", names) == [
+        ("Purple Shore", "Q1"),
+        ("I. Vand", "Q2"),
+    ]
+    assert await mentioned("was the purple shore made in Ghent?", names) == [("Ghent", "Q3 Q30")]
+
+
+async def test_a_graph_on_disk_knows_labels_that_share_a_word_with_the_question(tmp_path):
+    names = names_of(graph_in_memory(write_dump(tmp_path / "dump.nt")))
+    labels = await names.labels_near("Who is Ilse Vandd?")
+    assert nearest_labels("Who is Ilse Vandd?", labels) == ["Ilse Vand"]
 
 
 def test_the_nearest_labels_are_similar_to_the_name_in_the_question():
