@@ -1,7 +1,9 @@
 """Evaluate a policy from Python."""
 
 import dataclasses
+import functools
 import html
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,17 +91,20 @@ def evaluate(
         policy = load(policy, config=config, overrides=overrides)
     elif config is not None or overrides is not None:
         policy = policy.changed(config, overrides)
-    scored = policy
-    return policy.call(lambda: _evaluate(scored, samples, out))
+    preemption = Preemption()
+    return policy.call(
+        functools.partial(_evaluate, policy, preemption, samples=samples, out=out),
+        interrupt=functools.partial(preemption.on_notice, signal.SIGINT),
+    )
 
 
-def _evaluate(policy: Policy, samples: int, out: str | None) -> Results:
+def _evaluate(policy: Policy, preemption: Preemption, *, samples: int, out: str | None) -> Results:
     """Score a policy. No event loop runs in this thread."""
     checkpoint = policy.open_checkpoint()
     if out is not None:
         checkpoint = dataclasses.replace(checkpoint, out=run_path(out))
     [result] = evaluate_configs(
-        [policy.config], Models(policy=checkpoint), Preemption(), samples=samples
+        [policy.config], Models(policy=checkpoint), preemption, samples=samples
     )
     return _results(result)
 

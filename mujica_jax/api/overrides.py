@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -59,7 +60,10 @@ def parsed(words: Sequence[str], parse: Callable[[], Parsed]) -> Parsed:
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
-            return parse()
+            result = parse()
     except SystemExit as error:
         reason = " ".join(_frame.sub(" ", messages.getvalue()).split())
         raise UserError(f"the overrides {' '.join(words)!r} do not fit: {reason}") from error
+    # For example, the new name of a flag that was renamed.
+    sys.stderr.write(messages.getvalue())
+    return result

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mujica_jax.agents.agent import EnginePolicy
-from mujica_jax.api.blocking import outside_event_loop
+from mujica_jax.api.blocking import do_nothing, outside_event_loop
 from mujica_jax.api.overrides import Overrides, as_config, as_words, parsed
-from mujica_jax.api.retriever import Retriever
+from mujica_jax.api.retriever import DEFAULT_TOP_K, Retriever
 from mujica_jax.api.trajectories import AnsweredTrajectory, answered
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.schema import Config
@@ -147,10 +147,15 @@ class Policy:
         )
         return source.load()
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function that uses the engine, outside of any event loop and of other calls."""
+    def call(
+        self, function: Callable[[], Result], *, interrupt: Callable[[], object] = do_nothing
+    ) -> Result:
+        """Call a function that uses the engine, outside of any event loop and of other calls.
+
+        For `interrupt` see `outside_event_loop`.
+        """
         with self._lock:
-            return outside_event_loop(function)
+            return outside_event_loop(function, interrupt=interrupt)
 
     def __repr__(self) -> str:
         return f"Policy({self.checkpoint.name}, {self.checkpoint.place})"
@@ -178,7 +183,9 @@ class Policy:
         if not text.strip():
             raise UserError(f"the question is {text!r}, which is empty: write a question")
         source = retriever.source if isinstance(retriever, Retriever) else retriever
-        return over_passages(text, TextEnvironment(source, self.config.task.top_k))
+        # A task of a plug-in may have no such setting.
+        top_k = getattr(self.config.task, "top_k", DEFAULT_TOP_K)
+        return over_passages(text, TextEnvironment(source, top_k))
 
     def _answerer(self, kind: EnvironmentKind) -> Answerer:
         """Return the agent with the loaded model. `kind` is what it searches. Raises UserError."""

@@ -1,6 +1,7 @@
 """Train an agent from Python."""
 
 import dataclasses
+import functools
 import html
 import signal
 import time
@@ -15,7 +16,7 @@ from mujica_jax.config.command_line import override
 from mujica_jax.config.schema import Config
 from mujica_jax.report.results import PhaseRow, closing_table
 from mujica_jax.report.text import plain
-from mujica_jax.runs.training import train_run
+from mujica_jax.runs import training
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.data_folder import check_data_dir
@@ -96,8 +97,8 @@ def train(
     check_training(full_config)
     preemption = Preemption()
     return outside_event_loop(
-        lambda: _train(full_config, preemption),
-        interrupt=lambda: preemption.on_notice(signal.SIGINT),
+        functools.partial(_train, full_config, preemption),
+        interrupt=functools.partial(preemption.on_notice, signal.SIGINT),
     )
 
 
@@ -108,5 +109,5 @@ def _train(config: Config, preemption: Preemption) -> TrainedRun:
     # All processes of a job use the directory that process 0 chooses.
     new_directory = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = config.run or distributed.broadcast("run directory", lambda: new_directory)
-    summary = train_run(config, directory, preemption)
+    summary = training.train(config, directory, preemption)
     return TrainedRun(directory=directory, summary=summary)
