@@ -63,6 +63,8 @@ def parsed(words: Sequence[str], parse: Callable[[], Parsed]) -> Parsed:
             result = parse()
     except SystemExit as error:
         reason = " ".join(_frame.sub(" ", messages.getvalue()).split())
+        # The title of the message is often its first words too.
+        reason = re.sub(r"^([\w ]+) \1", r"\1", reason)
         raise UserError(f"the overrides {' '.join(words)!r} do not fit: {reason}") from error
     # For example, the new name of a flag that was renamed.
     sys.stderr.write(messages.getvalue())

@@ -46,7 +46,9 @@ def test_an_unknown_name_is_an_error_of_one_sentence_with_the_nearest_name():
     with pytest.raises(UserError) as caught:
         changed({"method.round": 1})
     message = str(caught.value)
-    assert message.startswith("the overrides '--method.round 1' do not fit: ")
+    assert message.startswith(
+        "the overrides '--method.round 1' do not fit: Unrecognized options: --method.round"
+    )
     assert "--method.rounds" in message
     assert "---" not in message
     assert "\n" not in message
