@@ -34,8 +34,12 @@ class _Call(Generic[Result]):
         return self._results[0]
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 def outside_event_loop(
-    function: Callable[[], Result], *, interrupt: Callable[[], object] = lambda: None
+    function: Callable[[], Result], *, interrupt: Callable[[], object] = do_nothing
 ) -> Result:
     """Call a function where no event loop runs, and return its result.
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,8 +15,8 @@ from mujica_jax.errors import UserError
 Overrides = Mapping[str, Any] | Sequence[str]
 Parsed = TypeVar("Parsed")
 
-# What tyro draws around its messages.
-_frame = re.compile(r"[\u2500-\u257f]+")
+# What tyro draws around its messages, and its last line, which is about a program.
+_frame = re.compile(r"[\u2500-\u257f]+|-{3,}|[+|]|For full helptext, run.*", re.DOTALL)
 
 
 def as_words(overrides: Overrides | None) -> list[str]:
@@ -59,7 +60,12 @@ def parsed(words: Sequence[str], parse: Callable[[], Parsed]) -> Parsed:
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
-            return parse()
+            result = parse()
     except SystemExit as error:
         reason = " ".join(_frame.sub(" ", messages.getvalue()).split())
+        # The title of the message is often its first words too.
+        reason = re.sub(r"^([\w ]+) \1", r"\1", reason)
         raise UserError(f"the overrides {' '.join(words)!r} do not fit: {reason}") from error
+    # For example, the new name of a flag that was renamed.
+    sys.stderr.write(messages.getvalue())
+    return result

@@ -67,7 +67,10 @@ def read_trajectories(run: str, phase: str | None = None) -> "pyarrow.Table":
     Raises:
         UserError: `run` is no run directory, or it has no trajectories of this phase.
 
-    >>> table = read_trajectories("runs/example", phase="round 1")  # doctest: +SKIP_WITHOUT_RUN
+    >>> import mujica_jax as mj
+    >>> table = mj.read_trajectories("run", phase="round 1")
+    >>> table.select(["phase", "kind", "question_id", "reward"]).to_pylist()[0]
+    {'phase': 'round 1', 'kind': 'sampled', 'question_id': 'q-1', 'reward': 0.5}
     """
     import pyarrow
 

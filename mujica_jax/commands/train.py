@@ -110,9 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
         preemption.then = f"continue with: {program_name('train')} {shlex.join(resume_words)}"
 
         # This import starts JAX. It comes late so that configuration mistakes are reported fast.
-        from mujica_jax.runs.training import train_run
+        from mujica_jax.runs.training import train
 
-        train_run(config, directory, preemption)
+        train(config, directory, preemption)
         distributed.finish()
 
     return preemption.exit_status(program)

@@ -87,7 +87,7 @@ MOVED_FUNCTIONS = {
     "mujica_jax.sample.sample": "mujica_jax.commands.sample",
     "mujica_jax.serve.ServeArguments": "mujica_jax.commands.serve",
     "mujica_jax.serve.serve": "mujica_jax.commands.serve",
-    "mujica_jax.train.train": "mujica_jax.commands.train",
+    "mujica_jax.train.train": "mujica_jax.runs.training",
 }
 
 

@@ -13,7 +13,7 @@ from mujica_jax.storage.run_directory import run_path
 from mujica_jax.trajectories.store import SUMMARY
 
 
-def train_run(config: Config, directory: str, preemption: Preemption) -> dict[str, Any]:
+def train(config: Config, directory: str, preemption: Preemption) -> dict[str, Any]:
     """Train one run from start to end, and return its summary: the content of summary.json.
 
     `directory` holds everything that a restart needs.

@@ -127,7 +127,8 @@ def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
     What the second one saves is used by the first.
     """
     page = (ROOT / "docs" / "guides" / "from_python.md").read_text()
-    generate, tune = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    *_, lower_parts = page.partition("## Lower-level parts")
+    generate, tune = re.findall(r"```python\n(.*?)```", lower_parts, re.DOTALL)
     program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace(
         "HF_DIR", str(tmp_path / "tuned")
     )

@@ -34,6 +34,7 @@ FLOORS = (
     ("methods",),
     ("web",),
     ("commands",),
+    ("api",),
     (
         "train",
         "eval",

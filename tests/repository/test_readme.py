@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
+from mujica_jax.commands import ask, index, plan, sample, serve
 from mujica_jax.commands import eval as evaluation
-from mujica_jax.commands import index, plan, sample, serve
 from mujica_jax.commands.main import COMMANDS as PROGRAMS
 from mujica_jax.commands.train import DEFAULT_CONFIG
 from mujica_jax.config.checks import check
@@ -210,7 +210,7 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "sample", "index", "serve", "plan", "tasks.prepare")
+CHECKED = ("train", "eval", "ask", "sample", "index", "serve", "plan", "tasks.prepare")
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -265,9 +265,12 @@ def write_run(folder: Path, config: Config) -> None:
     (folder / "config.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
 
 
-def with_runs(command: Command, folder: Path) -> list[str]:
-    """Return the words of a command with runs and adapters that are in `folder`."""
-    words = command.words
+def with_runs(command: Command, folder: Path, words: list[str] | None = None) -> list[str]:
+    """Return the words of a command with runs and adapters that are in `folder`.
+
+    `words` stand in the place of the command's own.
+    """
+    words = command.words if words is None else words
     for position, flag in enumerate(words[:-1]):
         name = words[position + 1]
         names_run = flag in ("--checkpoint", "--adapter", "--worker")
@@ -286,6 +289,16 @@ def test_the_arguments_of_eval_are_taken(command, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "check_data_dir", lambda task: None)
     options, config = evaluation.command_line(with_runs(command, tmp_path))
     assert len(evaluation.all_configs(options, config)) >= 1
+
+
+@pytest.mark.parametrize("command", started("ask"), ids=ids_of(started("ask")))
+def test_the_arguments_of_ask_are_taken(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(evaluation, "check_data_dir", lambda task: None)
+    words = with_runs(command, tmp_path, ask.eval_arguments(command.words))
+    options, config = evaluation.command_line(words)
+    assert len(evaluation.all_configs(options, config)) == 1
+    assert options.ask
 
 
 @pytest.mark.parametrize("command", started("sample"), ids=ids_of(started("sample")))

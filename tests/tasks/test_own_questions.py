@@ -204,8 +204,10 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert "evidence: Venford: Venford is a village" in shown
         assert shown.rstrip().endswith("answer: Clara Ibsted")
         assert evaluation.main([*words, "--ask", " "]) == 2
-        assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
-        assert "your own question brings no entities and no passages" in capsys.readouterr().err
+        unknown = ["--task.environment", "graph", "--ask", "Who is the mayor of Venfort?"]
+        assert evaluation.main([*words, *unknown]) == 2
+        message = "names no entity of the graph: did you mean Venford?"
+        assert message in capsys.readouterr().err
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
     assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()

@@ -144,8 +144,7 @@ class KnowledgeGraph(Counted, abc.ABC):
                 labels.append(name)
             elif await self.find(name):
                 keys[name] = [name]
-        # No entity has a name with half a character (a lone surrogate).
-        labels = [label for label in labels if label.encode(errors="ignore").decode() == label]
+        labels = [label for label in labels if _is_whole(label)]
         if labels:
             query = sparql.find_all_query(labels, self.languages)
             keys |= await self.ask(query, functools.partial(sparql.read_all_namesakes, labels))
@@ -159,6 +158,11 @@ class KnowledgeGraph(Counted, abc.ABC):
             # The name holds half a character (a lone surrogate), so no entity has it.
             return []
         return await self.ask(query, sparql.read_namesakes)
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether a name has no half character (a lone surrogate). No entity has such a name."""
+    return name.encode(errors="ignore").decode() == name
 
 
 def _has_rows(rows: Iterable[sparql.Row]) -> bool:
@@ -202,6 +206,8 @@ class GraphStore(KnowledgeGraph):
 
         This reads all labels of the graph. Raises RetrievalError.
         """
+        if not _is_whole(word):
+            return []
         query = sparql.labels_query(word, self.languages, MAX_LABELS)
         return await self.ask(query, sparql.read_labels)
 

@@ -99,6 +99,50 @@ def test_an_entity_is_found_by_its_id_its_label_and_its_alias(graph):
     assert texts(asked(graph.triples_of("http://www.wikidata.org/entity/Q1"))) == FILM
 
 
+NAMES = ["Q2", "Ilse Vand", "I. Vand", "Ghent", "Purple Shore", "ilse vand", "director", "Nobody"]
+KEYS = {
+    "Q2": ["Q2"],
+    "Ilse Vand": ["Q2"],
+    "I. Vand": ["Q2"],
+    "Ghent": ["Q3", "Q30"],
+    "Purple Shore": ["Q1"],
+}
+
+
+def test_many_names_are_found_in_one_query(graph):
+    assert asked(graph.find_all(NAMES)) == KEYS
+
+
+def test_an_endpoint_finds_many_names_as_the_store_does(graph):
+    with answering(graph.store) as server:
+        endpoint = SparqlEndpoint(f"{server.base_url}/sparql", languages=graph.languages)
+        assert asked(endpoint.find_all(NAMES)) == KEYS
+
+
+def test_in_tables_a_name_in_another_case_is_among_many(tmp_path):
+    (tmp_path / "rows.tsv").write_text(f"{HEADER}Dark Pilot\tdirector\tAda Hall\tQ1\tQ2\n")
+    tables = graph_in_memory(tmp_path / "rows.tsv")
+    assert asked(tables.find_all(["dark pilot", "Dark Pilot", "ADA HALL", "dark"])) == {
+        "dark pilot": ["Q1"],
+        "Dark Pilot": ["Q1"],
+        "ADA HALL": ["Q2"],
+    }
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_among_others_is_not_found_and_changes_nothing(graph, name):
+    before = len(graph.store)
+    assert asked(graph.find_all([name, "Ghent"])) == {"Ghent": ["Q3", "Q30"]}
+    assert len(graph.store) == before
+
+
+def test_labels_with_a_word_are_listed_in_any_case(graph):
+    assert asked(graph.labels_with("PURPLE")) == ["The Purple Shore"]
+    assert sorted(asked(graph.labels_with("VAND"))) == ["Ilse Vand"]
+    for name in HOSTILE[:-1]:
+        assert asked(graph.labels_with(name)) == [], name
+
+
 def test_properties_other_languages_and_the_unknown_are_not_found(graph):
     for name in (
         "director",

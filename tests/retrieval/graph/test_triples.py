@@ -189,3 +189,12 @@ def test_the_2wiki_graph():
     assert len(graph.triples) == len(triples) == 9951
     assert graph.find("Two Tickets To Paradise (Film)") == "Q200728"
     assert [fact.text for fact in triples_of(graph, "Taxi!")] == ["Taxi!, director, Roy Del Ruth"]
+
+
+def test_entities_are_listed_under_each_of_their_labels(graph):
+    entities = [(entity.id, entity.label) for entity in graph.entities()]
+    assert ("Q1", "Two Tickets to Paradise") in entities
+    assert ("Norman Foster", "Norman Foster") in entities
+    assert [id for id, label in entities if label == "Henry III"] == ["Q3", "Q5"]
+    assert [id for id, label in entities if label == "D. B. Sweeney"] == ["Q2"]
+    assert all(label != "November 14, 1961" for _, label in entities), "a date is no entity"

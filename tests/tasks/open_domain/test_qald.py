@@ -11,6 +11,7 @@ from mujica_jax.commands import index
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.evaluation import summarise
+from mujica_jax.tasks.asked import asked_question
 from mujica_jax.tasks.open_domain.qald import build, read_qald
 from tests.helpers.little_agent import ToldPolicy, agent, answer, attempt, read, search
 from tests.helpers.shared_data import DATA, needs_data
@@ -117,3 +118,21 @@ def test_what_a_task_lacks_is_said(graph, tmp_path):
     )
     with pytest.raises(UserError, match="lacks the entities of all 1 questions"):
         task(graph, data_dir=str(tmp_path))
+
+
+@needs_data
+def test_a_question_of_a_user_starts_from_the_entities_that_it_names(graph):
+    asked = asyncio.run(asked_question(task(graph), "which school was allen ginsberg at?"))
+    assert [(entity.id, entity.label) for entity in asked.question.candidates] == [
+        ("Q6711", "Allen Ginsberg")
+    ]
+    materials = asyncio.run(asked.environment.search("school", asked.question.candidates[0]))
+    assert [material.text for material in materials] == [
+        "Allen Ginsberg, educated at, Eastside High School"
+    ]
+
+
+@needs_data
+def test_a_question_of_a_user_about_nothing_in_the_graph_is_told_the_nearest_labels(graph):
+    with pytest.raises(UserError, match=r"did you mean Allen Ginsberg\?"):
+        asyncio.run(asked_question(task(graph), "Where was Allen Ginsburg born?"))
