@@ -326,8 +326,13 @@ def _preference(fields: Mapping[str, Any], place: str) -> PreferenceRecord:
         prompt = tuple(dataclasses.replace(message, trained=False) for message in chosen[:length])
         chosen = chosen[length:]
         rejected = rejected[length:]
+    if not chosen or not rejected:
+        raise UserError(
+            f"{place}: one of chosen and rejected is the beginning of the other: end both with "
+            "different turns of the assistant"
+        )
     for side in (chosen, rejected):
-        if side and side[0].role != "assistant":
+        if side[0].role != "assistant":
             raise UserError(
                 f"{place}: chosen and rejected differ first in a message of the {side[0].role}, "
                 f"{_shown(side[0].content)}: give both the same prompt"
