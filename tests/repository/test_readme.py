@@ -20,6 +20,7 @@ import pytest
 from docs.hooks import PAGE
 from mujica_jax import eval as evaluation
 from mujica_jax import index, sample, serve
+from mujica_jax.commands import conversations
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
@@ -117,6 +118,10 @@ def test_the_arguments_are_taken(line, monkeypatch):
     check(config)
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
     values = {flag: value_of(flag, config) for flag in flags}
+    # A flag with several values, such as --method.data, has one on the pages.
+    for flag, value in values.items():
+        if isinstance(value, tuple):
+            (values[flag],) = value
     assert {flag: str(value) for flag, value in values.items()} == {
         flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
         for flag, value in values.items()
@@ -201,7 +206,7 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "sample", "index", "serve", "tasks.prepare")
+CHECKED = ("train", "eval", "sample", "conversations", "index", "serve", "tasks.prepare")
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -285,6 +290,14 @@ def test_the_arguments_of_sample_are_taken(command, monkeypatch):
     monkeypatch.setattr(sample, "sample", lambda options, preemption: taken.append(options))
     assert sample.main(command.words) == 0
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize(
+    "command", started("conversations"), ids=ids_of(started("conversations"))
+)
+def test_the_arguments_of_conversations_are_taken(command):
+    options = conversations._parser().parse_args(command.words)
+    assert options.out.endswith(".jsonl")
 
 
 @pytest.mark.parametrize("command", started("serve"), ids=ids_of(started("serve")))
