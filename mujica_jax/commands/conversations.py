@@ -9,8 +9,9 @@ thoughts. `--method.kind sft` and programs that know `role` and `content` can le
 
 With `--pairs` the lines are the preference pairs that DecEx-RAG made, for `--method.kind dpo`.
 
-Sampled tokens may spell a text in another way than the tokenizer does. So each conversation is read
-back and compared, and the program says how many have other tokens.
+Sampled tokens may spell a text in another way than the tokenizer does. A message then also has the
+sampled tokens, as `token_ids`. Each conversation is read back and compared, and the program says how
+many have other tokens than the stored ones.
 """
 
 import argparse

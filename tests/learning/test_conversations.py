@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.inference.requests import Completion
 from mujica_jax.learning.conversations import conversation_of, messages_of, reads_back
-from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Message, Turn
+from mujica_jax.models.tokenizer import CHATML_TEMPLATE, Tokenizer
+from mujica_jax.records import Conversation, Message, Turn
 from tests.models.test_tokenizer import TOKENIZERS, TRAINED, hostile_texts
 
 SYSTEM = Message(role="system", content="Answer in one line.")
@@ -196,10 +196,11 @@ def test_worked_examples_are_messages_that_are_not_learnt():
 
 
 def test_a_thought_that_the_template_opens_is_written_once():
-    thinking = Tokenizer.train(["<think> Rome who directed it"] * 3, 500)
-    thinking._wrapped.chat_template = thinking._wrapped.chat_template.replace(
-        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    wrapped = Tokenizer.train(["<think> Rome who directed it"] * 3, 500)._wrapped
+    wrapped.chat_template = CHATML_TEMPLATE.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
     )
+    thinking = Tokenizer(wrapped)
     talk = Dialogue(thinking, "planner", "Answer.")
     talk.add_user("Who?")
     talk.add_model(completion(thinking, "it is him</think>\n<answer>Rome</answer>", "stop"))
@@ -208,21 +209,40 @@ def test_a_thought_that_the_template_opens_is_written_once():
     assert reads_back(thinking, talk.record(), messages)
 
 
-def test_other_tokens_of_the_same_text_do_not_read_back():
-    conversation = conversation_of(TRAINED, TWO_TURNS)
-    last = conversation.turns[-1]
-    spelled_out = [
-        TRAINED._backend.token_to_id(character) for character in "Rome"
-    ]  # one token a letter, as a policy may sample it
-    ids = (last.token_ids[0], *spelled_out, *last.token_ids[-2:])
-    turn = Turn(role="model", token_ids=ids, text=last.text, trained=True)
-    sampled = dataclasses.replace(conversation, turns=(*conversation.turns[:-1], turn))
-    messages = messages_of(TRAINED, sampled)
-    assert messages == TWO_TURNS
-    assert reads_back(TRAINED, conversation, messages)
-    assert not reads_back(TRAINED, sampled, messages)
+# A tokenizer in which Rome is one token.
+WORDS = Tokenizer.train(["Rome"], 400)
 
 
-def test_a_template_that_closes_turns_in_its_own_way_is_named():
-    with pytest.raises(AssertionError, match="only messages of the assistant carry loss"):
-        Message(role="user", content="x", trained=True)
+def with_last_turn(token_ids: tuple[int, ...]) -> Conversation:
+    """Return the conversation of two turns, whose last turn has these tokens."""
+    conversation = conversation_of(WORDS, TWO_TURNS)
+    turn = Turn(role="model", token_ids=token_ids, text="", trained=True)
+    return dataclasses.replace(conversation, turns=(*conversation.turns[:-1], turn))
+
+
+def letters(text: str) -> tuple[int, ...]:
+    """Return one token for each letter, as a policy may sample them."""
+    return tuple(WORDS._backend.token_to_id(letter) for letter in text)
+
+
+def test_other_tokens_of_the_same_text_are_learnt_as_they_were_sampled():
+    own_ids = conversation_of(WORDS, TWO_TURNS).turns[-1].token_ids
+    sampled_ids = (own_ids[0], *letters("Rome"), *own_ids[-2:])
+    assert sampled_ids != own_ids
+    sampled = with_last_turn(sampled_ids)
+    messages = messages_of(WORDS, sampled)
+    assert messages[-1].content == TWO_TURNS[-1].content
+    assert messages[-1].token_ids == sampled_ids[:-1]
+    assert reads_back(WORDS, sampled, messages)
+    text_alone = [dataclasses.replace(message, token_ids=()) for message in messages]
+    assert text_alone == TWO_TURNS
+    assert not reads_back(WORDS, sampled, text_alone)
+
+
+@pytest.mark.parametrize("token_ids", [letters("Oslo"), (10**6,), (WORDS.end_of_turn_id,)])
+def test_tokens_that_do_not_spell_the_text_are_not_used(token_ids):
+    messages = list(TWO_TURNS)
+    text = "<|im_end|>" if token_ids == (WORDS.end_of_turn_id,) else "Rome"
+    messages[-1] = Message(role="assistant", content=text, trained=True, token_ids=token_ids)
+    turn = conversation_of(WORDS, messages).turns[-1]
+    assert turn.token_ids == (*WORDS.encode_model(text), WORDS.end_of_turn_id)

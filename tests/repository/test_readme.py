@@ -292,9 +292,7 @@ def test_the_arguments_of_sample_are_taken(command, monkeypatch):
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize(
-    "command", started("conversations"), ids=ids_of(started("conversations"))
-)
+@pytest.mark.parametrize("command", started("conversations"), ids=ids_of(started("conversations")))
 def test_the_arguments_of_conversations_are_taken(command):
     options = conversations._parser().parse_args(command.words)
     assert options.out.endswith(".jsonl")

@@ -132,6 +132,7 @@ def test_another_content_has_another_fingerprint(tmp_path):
         Message(role="user", content="a\nb", tag="information"),
         Message(role="assistant", content="x", trained=True),
         Message(role="assistant", content="x", trained=False, ends_turn=False),
+        Message(role="assistant", content="x", trained=True, token_ids=(3, 4)),
     ],
 )
 def test_a_message_that_is_written_is_read_back(tmp_path, message):
@@ -199,6 +200,7 @@ BAD_CONVERSATIONS = [
     ({"messages": [USER, {**REPLY, "weight": 0.5}]}, "weight is 0.5 and must be 0 or 1"),
     ({"messages": [USER, {**REPLY, "train": "no"}]}, "train is 'no' and must be true or false"),
     ({"messages": [USER, {**REPLY, "weight": 0}]}, "no turn of the assistant is learnt"),
+    ({"messages": [USER, {**REPLY, "token_ids": "3"}]}, "token_ids is '3' and must be a list"),
     ({"messages": [{**USER, "tag": "answer"}, REPLY]}, "unknown tag 'answer'"),
     ({"messages": [{**USER, "tag": "information"}, REPLY]}, "is not between <information>"),
     ({"messages": [{"role": "user", "content": "\ud800"}, REPLY]}, "holds half of a character"),
