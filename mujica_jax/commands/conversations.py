@@ -219,6 +219,7 @@ class _Writer:
         self._num_exact = 0
         self._num_unreadable = 0
         self._num_untrained = 0
+        self._num_empty = 0
 
     def add_conversations(self, trajectory: Trajectory, *, phase: str) -> None:
         """Add a line for each conversation of a trajectory that has a turn to learn."""
@@ -257,6 +258,10 @@ class _Writer:
         except UserError:
             self._num_unreadable += 1
             return None
+        # No program learns an empty turn.
+        if any(message.role == "assistant" and not message.content.strip() for message in messages):
+            self._num_empty += 1
+            return None
         return _Line(
             messages=[message_fields(message) for message in messages],
             is_exact=reads_back(self._tokenizer, conversation, messages),
@@ -281,6 +286,8 @@ class _Writer:
                 f"; {self._num_untrained} conversations are left out, because a length limit cut "
                 "their only turn"
             )
+        if self._num_empty:
+            sentence += f"; {self._num_empty} are left out, because the model wrote an empty turn"
         if self._num_unreadable:
             sentence += (
                 f"; {self._num_unreadable} conversations are left out, because the chat template "

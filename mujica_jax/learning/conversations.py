@@ -21,6 +21,7 @@ what the model wrote. `reads_back` compares the two conversations.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.tokenizer import Tokenizer
@@ -107,7 +108,7 @@ def messages_of(tokenizer: Tokenizer, conversation: Conversation) -> list[Messag
         context_ids += ids
         read_messages = tokenizer.messages(context_ids)
         for fields in read_messages[len(messages) :]:
-            messages.append(_context_message(fields["role"], fields["content"]))
+            messages.append(_context_message(cast(MessageRole, fields["role"]), fields["content"]))
     return messages
 
 

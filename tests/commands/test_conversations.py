@@ -131,6 +131,14 @@ def test_the_file_is_learnt_with_the_tokens_and_the_mask_that_are_stored(run, ca
     assert "3 conversations of 2 trajectories; 3 of them read back" in capsys.readouterr().out
 
 
+def test_a_conversation_with_an_empty_turn_is_left_out_and_said(run, capsys):
+    add_round(
+        Store(run), 3, [of_question(FIRST.id, "", 0.0, conversation("planner", " "), PLANNER)]
+    )
+    assert len(lines(run, "--phase", "round 3")) == 1
+    assert "1 are left out, because the model wrote an empty turn" in capsys.readouterr().out
+
+
 def test_only_correct_answers_are_written(run):
     assert {line["question_id"] for line in lines(run, "--correct-only")} == {FIRST.id}
 

@@ -111,7 +111,9 @@ def test_a_pair_that_is_too_long_is_left_out_and_said(pairs):
 
 
 def test_a_file_whose_pairs_are_all_too_long_is_refused():
-    with pytest.raises(UserError, match=r"none of the 2 pairs fits trainer.sequence_length 9; the "):
+    with pytest.raises(
+        UserError, match=r"none of the 2 pairs fits trainer.sequence_length 9; the "
+    ):
         check_fits(
             FakeRun(9),  # type: ignore[arg-type]
             num_records=2,
