@@ -180,6 +180,8 @@ def type_in_words(hint: Any) -> str:
         return ", ".join([type_in_words(hint.__origin__), *bounds])
     if typing.get_origin(hint) is Literal:
         return " or ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is ...:
+        return f"{type_in_words(typing.get_args(hint)[0])}, one or several"
     if typing.get_origin(hint) is tuple:
         return ", ".join(type_in_words(member) for member in typing.get_args(hint))
     options = union_members(hint)
