@@ -216,6 +216,8 @@ class Message:
       then learnt too. It is False for a message that a stop string ended.
     - `tag` is the name of the protocol tag that encloses the message, such as "information". It is
       empty for a message without a tag. `content` does not include the tag.
+    - `token_ids` are the tokens with which a model wrote the content, without its end-of-turn token.
+      They are empty if they are the tokens that the tokenizer itself chooses for the content.
     """
 
     role: MessageRole
@@ -223,6 +225,7 @@ class Message:
     trained: bool = False
     ends_turn: bool = True
     tag: str = ""
+    token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.role == "assistant" or not self.trained, (

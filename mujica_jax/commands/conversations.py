@@ -9,17 +9,20 @@ thoughts. `--method.kind sft` and programs that know `role` and `content` can le
 
 With `--pairs` the lines are the preference pairs that DecEx-RAG made, for `--method.kind dpo`.
 
-Sampled tokens may spell a text in another way than the tokenizer does. So each conversation is read
-back and compared, and the program says how many have other tokens.
+Sampled tokens may spell a text in another way than the tokenizer does. A message then also has the
+sampled tokens, as `token_ids`. Each conversation is read back and compared, and the program says how
+many have other tokens than the stored ones.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mujica_jax import metrics
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.storage.run_directory import atomic_write, run_path
@@ -62,11 +65,11 @@ def export(options: argparse.Namespace) -> None:
     # Choose trajectories, then write the conversations of each.
     phases = _phases(store)
     chosen_phases = _chosen_phases(phases, options)
-    keeps = _filter_of(store, options)
+    is_written = _filter_of(store, options)
     writer = _Writer(_tokenizer_of(store))
     for name in chosen_phases:
         for trajectory in phases[name]():
-            if not keeps(trajectory):
+            if not is_written(trajectory):
                 continue
             if options.pairs:
                 writer.add_pair(trajectory, phase=name)
@@ -104,24 +107,15 @@ def _phases(store: "Store") -> dict[str, Callable[[], Iterator[Trajectory]]]:
         finished = re.fullmatch(r"rounds/(\d{4,})/DONE\.json", name)
         if finished:
             number = int(finished[1])
-            phases[f"round {number}" if number else WARM_UP] = _reader(read_round, number)
+            phases[f"round {number}" if number else WARM_UP] = functools.partial(read_round, number)
     for name in sorted(store.names("eval/")):
         stored = re.fullmatch(r"eval/([^/]+)\.parquet", name)
         if stored:
-            phases[f"{EVALUATION}{stored[1]}"] = _reader(read_evaluation, name)
+            phases[f"{EVALUATION}{stored[1]}"] = functools.partial(read_evaluation, name)
     return phases
 
 
-def _reader(
-    read: Callable[[Any], Iterator[Trajectory]], argument: object
-) -> Callable[[], Iterator[Trajectory]]:
-    """Return a function without arguments that reads one phase."""
-    return lambda: read(argument)
-
-
-def _chosen_phases(
-    phases: Sequence[str] | dict[str, Any], options: argparse.Namespace
-) -> list[str]:
+def _chosen_phases(phases: Collection[str], options: argparse.Namespace) -> list[str]:
     """Return the names of the phases to write: all rounds, or the one that `--phase` names.
 
     Raises UserError if there is no such phase.
@@ -149,35 +143,21 @@ def _filter_of(store: "Store", options: argparse.Namespace) -> Callable[[Traject
 
     Episodes in which a search or the judge failed are never written.
     """
-    answers: dict[str, tuple[str, ...]] = {}
-    rule: Any = None
-    if options.correct_only:
-        answers, rule = _gold_answers(store)
+    is_correct = _correctness(store) if options.correct_only else None
 
-    def keeps(trajectory: Trajectory) -> bool:
-        from mujica_jax import metrics
-
+    def is_written(trajectory: Trajectory) -> bool:
         is_pair = PAIR_COUNT in trajectory.counts
         if is_pair != options.pairs or not trajectory.is_rewarded:
             return False
         if options.min_reward is not None and trajectory.reward < options.min_reward:
             return False
-        if not options.correct_only:
-            return True
-        if trajectory.question_id not in answers:
-            raise UserError(
-                f"{store.root} has a trajectory of the question {trajectory.question_id}, which the "
-                "task no longer has: restore its data, or give --min-reward instead of "
-                "--correct-only"
-            )
-        gold_answers = answers[trajectory.question_id]
-        return metrics.score(trajectory.final_answer, gold_answers, rule).em == 1.0
+        return is_correct is None or is_correct(trajectory)
 
-    return keeps
+    return is_written
 
 
-def _gold_answers(store: "Store") -> tuple[dict[str, tuple[str, ...]], Any]:
-    """Return the gold answers of all questions of the run's task, and the task's scoring rule."""
+def _correctness(store: "Store") -> Callable[[Trajectory], bool]:
+    """Return a function that says whether the answer of a trajectory is an exact match."""
     from mujica_jax.config.named_objects import implementation
     from mujica_jax.config.schema import Config
     from mujica_jax.config.stored import from_dict
@@ -189,7 +169,18 @@ def _gold_answers(store: "Store") -> tuple[dict[str, tuple[str, ...]], Any]:
     for split in ("train", "dev", "test"):
         for question in task.questions(split):
             answers[question.id] = question.answers
-    return answers, task.rule
+
+    def is_correct(trajectory: Trajectory) -> bool:
+        if trajectory.question_id not in answers:
+            raise UserError(
+                f"{store.root} has a trajectory of the question {trajectory.question_id}, which the "
+                "task no longer has: restore its data, or give --min-reward instead of "
+                "--correct-only"
+            )
+        gold_answers = answers[trajectory.question_id]
+        return metrics.score(trajectory.final_answer, gold_answers, task.rule).em == 1.0
+
+    return is_correct
 
 
 def _tokenizer_of(store: "Store") -> "Tokenizer":
@@ -228,6 +219,7 @@ class _Writer:
         self._num_exact = 0
         self._num_unreadable = 0
         self._num_untrained = 0
+        self._num_empty = 0
 
     def add_conversations(self, trajectory: Trajectory, *, phase: str) -> None:
         """Add a line for each conversation of a trajectory that has a turn to learn."""
@@ -266,6 +258,10 @@ class _Writer:
         except UserError:
             self._num_unreadable += 1
             return None
+        # No program learns an empty turn.
+        if any(message.role == "assistant" and not message.content.strip() for message in messages):
+            self._num_empty += 1
+            return None
         return _Line(
             messages=[message_fields(message) for message in messages],
             is_exact=reads_back(self._tokenizer, conversation, messages),
@@ -290,6 +286,8 @@ class _Writer:
                 f"; {self._num_untrained} conversations are left out, because a length limit cut "
                 "their only turn"
             )
+        if self._num_empty:
+            sentence += f"; {self._num_empty} are left out, because the model wrote an empty turn"
         if self._num_unreadable:
             sentence += (
                 f"; {self._num_unreadable} conversations are left out, because the chat template "

@@ -13,14 +13,15 @@ Text of a file becomes no special token, whatever it says. In messages of the as
 our protocol become tokens (`Tokenizer.encode_model`), as in turns that a model wrote. In messages of
 users and tools they are neutralised.
 
-The tokens of a stored conversation are those that the model read and sampled. Its text may also be
-spelled with other tokens. So `conversation_of(messages_of(...))` is compared with the original
-before somebody relies on it (`reads_back`).
+The tokens of a stored conversation are those that the model sampled. The tokenizer may choose others
+for the same text. A message then also holds the sampled tokens, so that `conversation_of` learns
+what the model wrote. `reads_back` compares the two conversations.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.tokenizer import Tokenizer
@@ -61,16 +62,27 @@ def conversation_of(
 
 
 def _model_turn(tokenizer: Tokenizer, message: Message) -> Turn:
-    """Return the turn of the model that a message of the assistant holds."""
-    # If the template opens the thought, the text continues behind the tag that opens it.
-    opened_thought = tokenizer.opened_thought
-    if opened_thought and message.content.startswith(opened_thought):
-        ids = tokenizer.encode_model(message.content.removeprefix(opened_thought))
-    else:
-        ids = tokenizer.encode_turn(message.content)
+    """Return the turn of the model that a message of the assistant holds.
+
+    The message may name the tokens that a model sampled. They are used if they spell its text in
+    this tokenizer.
+    """
+    ids = _own_tokens(tokenizer, message.content)
+    written_text = message.content.removeprefix(tokenizer.opened_thought)
+    if message.token_ids and tokenizer.is_spelling(message.token_ids, written_text):
+        ids = list(message.token_ids)
     if message.ends_turn:
         ids = [*ids, tokenizer.end_of_turn_id]
     return Turn(role="model", token_ids=tuple(ids), text=message.content, trained=message.trained)
+
+
+def _own_tokens(tokenizer: Tokenizer, content: str) -> list[int]:
+    """Return the tokens that the tokenizer itself chooses for a turn of the model."""
+    # If the template opens the thought, the text continues behind the tag that opens it.
+    opened_thought = tokenizer.opened_thought
+    if opened_thought and content.startswith(opened_thought):
+        return tokenizer.encode_model(content.removeprefix(opened_thought))
+    return tokenizer.encode_turn(content)
 
 
 def messages_of(tokenizer: Tokenizer, conversation: Conversation) -> list[Message]:
@@ -96,19 +108,22 @@ def messages_of(tokenizer: Tokenizer, conversation: Conversation) -> list[Messag
         context_ids += ids
         read_messages = tokenizer.messages(context_ids)
         for fields in read_messages[len(messages) :]:
-            messages.append(_context_message(fields["role"], fields["content"]))
+            messages.append(_context_message(cast(MessageRole, fields["role"]), fields["content"]))
     return messages
 
 
 def _assistant_message(tokenizer: Tokenizer, turns: Sequence[Turn], ids: Sequence[int]) -> Message:
     """Return the message that consecutive turns of the model wrote."""
     ends_turn = bool(ids) and ids[-1] in tokenizer.stop_token_ids
-    text = tokenizer.decode(ids[:-1] if ends_turn else ids)
+    written_ids = tuple(ids[:-1] if ends_turn else ids)
+    content = tokenizer.opened_thought + tokenizer.decode(written_ids)
+    is_own = _own_tokens(tokenizer, content) == list(written_ids)
     return Message(
         role="assistant",
-        content=tokenizer.opened_thought + text,
+        content=content,
         trained=all(turn.trained for turn in turns),
         ends_turn=ends_turn,
+        token_ids=() if is_own else written_ids,
     )
 
 

@@ -251,6 +251,15 @@ class Tokenizer:
             text = within_opened_thought(text)
         return self.encode_model(text)
 
+    def is_spelling(self, ids: Sequence[int], text: str) -> bool:
+        """Return whether these tokens are a way to write a text of a model.
+
+        Special tokens never are, even if the text has their names. Tags of our protocol may be.
+        """
+        forbidden_ids = self._added_ids - set(self._tags.tokens.values())
+        is_known = all(0 <= id < self.vocab_size for id in ids)
+        return is_known and forbidden_ids.isdisjoint(ids) and self.decode(ids) == text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens visible and white space unchanged."""
         return self._backend.decode(list(ids), skip_special_tokens=False)

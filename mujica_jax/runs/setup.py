@@ -126,6 +126,9 @@ class _Start:
 
 def _check(config: Config, directory: RunPath) -> _Start:
     """Check the configuration against the machine, the task and the model. Writes nothing."""
+    # Check the files that the method learns first: this takes seconds, and the others minutes.
+    _check_data(config)
+
     # Check the machine and the task.
     require_packages(config)
     use_compilation_cache()
@@ -136,7 +139,6 @@ def _check(config: Config, directory: RunPath) -> _Start:
     task = build_task(config)
     _check_reward(config, task, directory)
     _check_start(config, task)
-    _check_data(config)
 
     # Check the model: a checkpoint, or the configured size of a model from scratch.
     model = _open_checkpoint(config, task) if config.init else None

@@ -19,9 +19,11 @@ TRL. A prompt that is a text is one message of the user, and a completion that i
 message of the assistant.
 
 Messages of the assistant are learnt, except those with `"weight": 0` (OpenAI) or `"train": false`
-(Axolotl), and those in a prompt. Two more fields of a message are ours. `"ends_turn": false` says
+(Axolotl), and those in a prompt. Three more fields of a message are ours. `"ends_turn": false` says
 that a stop string ended the message, so that the model wrote no end-of-turn token. `"tag"` says
 that the tags around the content are the protocol's own, and not text that somebody quotes.
+`"token_ids"` are the tokens that a model sampled for the content, if its tokenizer would choose
+others.
 
 Other fields of a record are ignored, except `tools`: a record with tools or with tool calls is
 refused, because its prompt would lack them. Nothing is normalised: texts stay as they are.
@@ -170,6 +172,8 @@ def message_fields(message: Message) -> dict[str, Any]:
         fields["weight"] = 0
     if message.role == "assistant" and not message.ends_turn:
         fields["ends_turn"] = False
+    if message.token_ids:
+        fields["token_ids"] = list(message.token_ids)
     return fields
 
 
@@ -326,8 +330,13 @@ def _preference(fields: Mapping[str, Any], place: str) -> PreferenceRecord:
         prompt = tuple(dataclasses.replace(message, trained=False) for message in chosen[:length])
         chosen = chosen[length:]
         rejected = rejected[length:]
+    if not chosen or not rejected:
+        raise UserError(
+            f"{place}: one of chosen and rejected is the beginning of the other: end both with "
+            "different turns of the assistant"
+        )
     for side in (chosen, rejected):
-        if side and side[0].role != "assistant":
+        if side[0].role != "assistant":
             raise UserError(
                 f"{place}: chosen and rejected differ first in a message of the {side[0].role}, "
                 f"{_shown(side[0].content)}: give both the same prompt"
@@ -404,6 +413,7 @@ def _message(value: object, place: str, *, learnt: bool) -> Message:
         trained=learnt and is_learnt,
         ends_turn=_flag(fields, "ends_turn", place),
         tag=tag,
+        token_ids=_token_ids(fields, place),
     )
 
 
@@ -468,6 +478,15 @@ def _is_learnt(fields: Mapping[str, Any], place: str) -> bool:
     if weight not in (0, 1):
         raise UserError(f"{place}: weight is {_shown(weight)} and must be 0 or 1")
     return bool(weight) and _flag(fields, "train", place)
+
+
+def _token_ids(fields: Mapping[str, Any], place: str) -> tuple[int, ...]:
+    """Return the sampled tokens of a message, or none."""
+    ids = fields.get("token_ids", [])
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
+    if not is_list or not all(isinstance(id, int) and id >= 0 for id in ids):
+        raise UserError(f"{place}: token_ids is {_shown(ids)} and must be a list of token ids")
+    return tuple(ids)
 
 
 def _flag(fields: Mapping[str, Any], name: str, place: str) -> bool:

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
 from mujica_jax.config.named_objects import implementation
@@ -131,3 +132,58 @@ def test_a_config_json_that_was_changed_by_hand_is_explained(tiny_world, changed
     with pytest.raises(UserError) as refused:
         from_dict(Config, json_of(tiny_world) | changed)
     assert sentence in str(refused.value)
+
+
+# Methods that learn files
+
+SFT = ["--method.kind", "sft", "--method.data", "a.jsonl"]
+DPO = ["--method.kind", "dpo", "--method.data", "a.jsonl"]
+
+
+def test_a_method_that_learns_a_file_starts_at_the_checkpoint_itself():
+    for words in (SFT, DPO):
+        config = command_line(["two_wiki_text_smollm2", "--init", "smollm2", *words], default="")
+        assert config.warmup.steps == 0
+        assert config.method.data == ("a.jsonl",)
+
+
+def test_a_flag_brings_the_warm_up_back():
+    words = ["two_wiki_text_smollm2", "--init", "smollm2", *SFT]
+    assert command_line([*words, "--warmup.steps", "40"], default="").warmup.steps == 40
+    kept = command_line([*words, "--warmup.epochs", "2"], default="").warmup
+    assert (kept.steps, kept.epochs) == (300, 2)
+
+
+def test_a_model_from_scratch_keeps_its_warm_up(tiny_world):
+    assert command_line(SFT, default="tiny_world").warmup == tiny_world.warmup
+
+
+def test_other_methods_keep_the_warm_up():
+    words = ["two_wiki_text_smollm2", "--init", "smollm2", "--method.rounds", "1"]
+    assert command_line(words, default="").warmup.steps == 300
+
+
+def test_sft_keeps_the_learning_rates_of_the_configuration_and_dpo_has_its_own(tiny_world):
+    sft = command_line(SFT, default="tiny_world").method
+    assert sft.learning_rate == tiny_world.method.learning_rate
+    assert sft.epochs == tiny_world.method.epochs
+    dpo = command_line(DPO, default="tiny_world").method
+    assert (dpo.learning_rate, dpo.end_learning_rate, dpo.epochs) == (5e-7, 0.0, 1)
+
+
+def test_several_files_are_named_by_one_flag():
+    words = ["--method.kind", "sft", "--method.data", "a.jsonl", "b", "--seed", "3"]
+    config = command_line(words, default="tiny_world")
+    assert config.method.data == ("a.jsonl", "b")
+    assert from_dict(Config, json_of(config)) == config
+
+
+def test_a_method_that_learns_a_file_asks_for_it(capsys, tiny_world):
+    with pytest.raises(SystemExit):
+        command_line(["--method.kind", "sft"], default="tiny_world")
+    printed = capsys.readouterr()
+    assert "--method.data" in printed.out + printed.err
+    config = command_line(SFT, default="tiny_world")
+    without = dataclasses.replace(config, method=dataclasses.replace(config.method, data=()))
+    with pytest.raises(UserError, match=r"method.data is \(\), but method.kind sft learns a file"):
+        check(without)

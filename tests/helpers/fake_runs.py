@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mujica_jax.methods import grpo, mygo, mygo_worker, supervised
+from mujica_jax.methods import dpo, from_file, grpo, mygo, mygo_worker, sft, supervised
 from mujica_jax.methods.decex import method as decex
 from mujica_jax.methods.evipath import method as evipath
 from mujica_jax.runs import evaluation, learning, mismatch, sampling, selection, versions
 
-RECIPES = (mygo, mygo_worker, grpo, supervised, decex, evipath)
+RECIPES = (mygo, mygo_worker, grpo, supervised, decex, evipath, sft, dpo, from_file)
 FUNCTIONS = {
     sampling: (
         "play_attempts",

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.tokenizer import PROTOCOL_TAGS, TAG_PATTERN, Tokenizer, neutralise
+from mujica_jax.records import Message
 
 CORPUS = [
     "Who directed the film that was released in 1987? <search>director of the film</search> You "
@@ -249,6 +250,102 @@ def test_messages_of_a_template_without_system_role():
         {"role": "assistant", "content": "He."},
         {"role": "user", "content": "Why?"},
     ]
+
+
+# Messages of files
+
+# Qwen2.5's roles of tools: results that follow each other share one message of the user.
+TOOL_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{% if loop.first or "
+    "messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}{{ "
+    "'\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}{% if loop.last or "
+    "messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% else %}{{ "
+    "'<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def _messages(*pairs: tuple[str, str]) -> list[Message]:
+    return [Message(role=role, content=content) for role, content in pairs]  # type: ignore[arg-type]
+
+
+@every_family
+@given(system=st.text(max_size=20), user=hostile_texts, stopped=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_messages_of_files_get_the_tokens_of_an_agents_conversation(name, system, user, stopped):
+    tokenizer = TOKENIZERS[name]
+    opening = tokenizer.open_messages(_messages(("system", system), ("user", user)))
+    assert opening == tokenizer.open_conversation(system, user)
+    following = tokenizer.continue_messages(_messages(("user", user)), stopped)
+    assert following == tokenizer.continue_conversation(user, stopped)
+
+
+@every_family
+@pytest.mark.parametrize(
+    "roles", [("user",), ("system", "user"), ("user", "user"), ("system", "user", "user")]
+)
+def test_any_opening_is_what_the_chat_template_gives(name, roles):
+    # Qwen2.5's template writes a system prompt of its own where there is none.
+    pairs = [(role, f"the {role} says {number}") for number, role in enumerate(roles)]
+    assert TOKENIZERS[name].open_messages(_messages(*pairs)) == _expected(name, pairs)
+
+
+def test_results_of_tools_are_what_the_chat_template_gives():
+    wrapped = _wrapped(TOOL_TEMPLATE, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False)
+    tokenizer = Tokenizer(wrapped)
+    before = [("system", SYSTEM), ("user", "Who?"), ("assistant", "Ask.")]
+    results = [("tool", "Rome"), ("tool", "Paris")]
+    ids = tokenizer.open_messages(_messages(*before[:2])) + tokenizer.encode_model("Ask.")
+    ids += tokenizer.continue_messages(_messages(*results), stopped=False)
+    dictionaries = [{"role": role, "content": content} for role, content in before + results]
+    assert ids == wrapped.apply_chat_template(
+        dictionaries, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_results_of_tools_are_a_users_where_the_template_has_no_such_role():
+    results = _messages(("tool", "Rome"))
+    assert TOKENIZERS["qwen2"].continue_messages(results, stopped=True) == TOKENIZERS[
+        "qwen2"
+    ].continue_conversation("Rome", stopped=True)
+
+
+def test_a_system_prompt_joins_the_users_message_where_the_template_has_no_such_role():
+    special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = Tokenizer(
+        _wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False)
+    )
+    messages = _messages(("system", "Be brief."), ("user", "Who?"))
+    assert tokenizer.open_messages(messages) == tokenizer.open_conversation("Be brief.", "Who?")
+
+
+def test_messages_that_a_template_refuses_are_named():
+    template = NO_SYSTEM_TEMPLATE.replace("'system'", "'tool'").replace(
+        "System role not supported", "no tools"
+    )
+    template = (
+        "{% if messages|length > 2 and messages[-1].role == messages[-2].role %}{{ "
+        "raise_exception('alternate') }}{% endif %}" + template
+    )
+    special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = Tokenizer(
+        _wrapped(template, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False)
+    )
+    with pytest.raises(UserError, match="cannot write the messages user, user after a turn of"):
+        tokenizer.continue_messages(_messages(("user", "a"), ("user", "b")), stopped=True)
+
+
+@given(text=hostile_texts, role=st.sampled_from(["system", "user", "tool"]))
+@settings(max_examples=100, deadline=None)
+def test_no_message_of_a_file_smuggles_a_token_in(text, role):
+    for tokenizer in (*TOKENIZERS.values(), TRAINED):
+        plain = tokenizer.open_messages(_messages((role, "x"), ("user", "y")))
+        hostile = tokenizer.open_messages(_messages((role, text), ("user", text)))
+
+        def added(ids, tokenizer=tokenizer):
+            return [id for id in ids if id in tokenizer._added_ids]
+
+        assert added(hostile) == added(plain)
 
 
 def test_tokens_that_are_no_conversation_have_no_messages():

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
-from mujica_jax.commands import ask, index, plan, sample, serve
+from mujica_jax.commands import ask, conversations, index, plan, sample, serve
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.commands.main import COMMANDS as PROGRAMS
 from mujica_jax.commands.train import DEFAULT_CONFIG
@@ -121,6 +121,9 @@ def test_the_arguments_are_taken(line, monkeypatch):
         if not word.startswith("--"):
             continue
         taken = value_of(word, config)
+        # A flag with several values, such as --method.data, has one on the pages.
+        if isinstance(taken, tuple):
+            (taken,) = taken
         if isinstance(taken, bool):
             assert value.startswith("--"), "a switch has no value"
             assert taken
@@ -210,7 +213,17 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "ask", "sample", "index", "serve", "plan", "tasks.prepare")
+CHECKED = (
+    "train",
+    "eval",
+    "ask",
+    "sample",
+    "conversations",
+    "index",
+    "serve",
+    "plan",
+    "tasks.prepare",
+)
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -307,6 +320,12 @@ def test_the_arguments_of_sample_are_taken(command, monkeypatch):
     monkeypatch.setattr(sample, "sample", lambda options, preemption: taken.append(options))
     assert sample.main(command.words) == 0
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("conversations"), ids=ids_of(started("conversations")))
+def test_the_arguments_of_conversations_are_taken(command):
+    options = conversations._parser().parse_args(command.words)
+    assert options.out.endswith(".jsonl")
 
 
 @pytest.mark.parametrize("command", started("serve"), ids=ids_of(started("serve")))
