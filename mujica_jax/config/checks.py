@@ -22,6 +22,7 @@ from mujica_jax.config.methods import (
     StagedRewardConfig,
     needs_judge,
 )
+from mujica_jax.config.plug_ins import check_plug_ins
 from mujica_jax.config.schema import (
     MIN_SEQUENCE_LENGTH,
     AgentConfig,
@@ -52,6 +53,7 @@ def check(config: Config) -> None:
     """
     check_types(config)
     check_bounds(config)
+    check_plug_ins(config)
     _check_row_parts(config)
     check_own_passages(config.task)
     check_profile(config.profile)

@@ -11,13 +11,20 @@ for kinds are taken out of the command line first.
 
 import argparse
 import dataclasses
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 
 from mujica_jax.config.files import load_config
-from mujica_jax.config.kinds import check_kind, section_types, sections_with_kinds, with_kind
+from mujica_jax.config.kinds import (
+    check_flags,
+    kind_class,
+    section_types,
+    sections_with_kinds,
+    with_kind,
+)
 from mujica_jax.config.renamed_fields import with_new_flags
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
@@ -40,26 +47,38 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 
     Before tyro reads the flags, old names become new ones, and each section gets its final kind.
     """
-    # Give flags of the last release their new names.
-    words = with_new_flags(arguments, section_types(type(values)))
+    # Take out `--section.kind NAME`.
+    words = list(arguments)
+    kinds = sections_with_kinds(type(values))
+    chosen_kinds = {
+        section: kind_class(values, section, take_flag(words, f"--{section}.kind"))
+        for section in kinds
+    }
 
-    # Take out `--section.kind NAME`, and change the section to that kind.
-    for section, kinds in sections_with_kinds(type(values)).items():
-        named_kind = take_flag(words, f"--{section}.kind")
-        kind = getattr(values, section).kind if named_kind is None else named_kind
-        check_kind(section, kind, kinds, words)
-        values = with_kind(values, section, kinds[kind])
+    # Give flags of the last release their new names. A plug-in may use an old name for a field.
+    sections = section_types(type(values))
+    for section, chosen_kind in chosen_kinds.items():
+        sections[section] = [*sections[section], chosen_kind]
+    words = with_new_flags(words, sections)
+
+    # Change each section to its kind.
+    for section, chosen_kind in chosen_kinds.items():
+        check_flags(section, chosen_kind, kinds[section], words)
+        values = with_kind(values, section, chosen_kind)
 
     # Write `--flag` without a value as `--flag True`.
     words = _with_true(words, flags=set(_true_or_false("", values)))
 
-    return tyro.cli(
-        tyro.conf.AvoidSubcommands[type(values)],
-        args=words,
-        default=values,
-        prog=prog,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    with warnings.catch_warnings():
+        # Tyro warns about a plug-in, because its dataclass is not in the union of the built-in ones.
+        warnings.filterwarnings("ignore", message="(?s).*does not match any type in Union")
+        return tyro.cli(
+            tyro.conf.AvoidSubcommands[type(values)],
+            args=words,
+            default=values,
+            prog=prog,
+            config=(tyro.conf.FlagConversionOff,),
+        )
 
 
 def take_file(words: list[str]) -> str | None:

@@ -1,6 +1,6 @@
 """Settings of the methods, of their rewards, and of model endpoints.
 
-A new method's settings are a dataclass that joins the union in `schema.py`.
+The union in `schema.py` lists the methods.
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.named_objects import implementation, named_object
 from mujica_jax.config.schema import Config
+from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
@@ -144,7 +145,7 @@ def _open_directory(config: Config, task: Task, directory: RunPath) -> tuple[Sto
 
     Print how many phases are already finished, and notes about the task's questions.
     """
-    sections = dataclasses.asdict(config)
+    sections = to_dict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, sections))
     distributed.primary_first("the questions", lambda: check_content(store, config, task))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
@@ -230,9 +231,7 @@ def _open_metrics(
 ) -> contextlib.AbstractContextManager[MetricsLog | NoMetrics]:
     """Open the metrics files. Only the first process writes metrics."""
     if distributed.is_primary():
-        return MetricsLog(
-            store.root, store.io_statistics, config.metrics, dataclasses.asdict(config)
-        )
+        return MetricsLog(store.root, store.io_statistics, config.metrics, to_dict(config))
     return contextlib.nullcontext(NoMetrics())
 
 
