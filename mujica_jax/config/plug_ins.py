@@ -85,7 +85,9 @@ def check_agent_methods(agent: Any, *, name: str, needs_opening: bool) -> None:
             "add it (mujica_jax/agents/agent.py describes it)"
         )
     opening = getattr(agent, "opening", None)
-    if needs_opening and not (callable(opening) and takes(opening, (*own_argument, "role", "kind"))):
+    if needs_opening and not (
+        callable(opening) and takes(opening, (*own_argument, "role", "kind"))
+    ):
         raise UserError(
             f"the agent {name} has no method `opening(self, role, kind)`, but its settings derive "
             "from PromptedAgent: add it, or derive the settings from AgentLimits"
@@ -120,9 +122,8 @@ def _check_section(section_name: str, section: Any) -> None:
 def _check_reward(config: Config) -> None:
     """Check a user's own reward. Raises UserError."""
     reward = reward_function(config.reward)
-    is_asynchronous = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-        getattr(reward, "__call__", None)
-    )
+    # A reward is a function, or an object of a class with `async def __call__`.
+    is_asynchronous = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
     if is_asynchronous and isinstance(config.method, DecexTreeConfig):
         raise UserError(
             f"the reward {config.reward} is asynchronous, but method.kind decex scores its trees "

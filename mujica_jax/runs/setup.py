@@ -16,12 +16,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mujica_jax.agents.protocol import PromptMode
+from mujica_jax.config.methods import EviPathConfig, MygoConfig
 from mujica_jax.config.named_objects import implementation, named_object
 from mujica_jax.config.schema import Config
 from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.learning.losses.loss import named_loss
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
@@ -128,6 +130,7 @@ def _check(config: Config, directory: RunPath) -> _Start:
     )
     task = build_task(config)
     _check_reward(config, task, directory)
+    _check_loss(config)
     _check_start(config, task)
 
     # Check the model: a checkpoint, or the configured size of a model from scratch.
@@ -303,6 +306,12 @@ def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
     make_reward(config, task.rule, judge)
     if judge is not None and not (directory / SUMMARY).exists():
         judge.check()
+
+
+def _check_loss(config: Config) -> None:
+    """Check that a user's own loss can be imported and used."""
+    if isinstance(config.method, MygoConfig | EviPathConfig):
+        named_loss(config.method.loss)
 
 
 def _check_start(config: Config, task: Task) -> None:
