@@ -13,10 +13,10 @@ from mujica_jax.config.bounds import NonNegativeFloat, PositiveFloat, PositiveIn
 from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Trajectory, generated_tokens, rewarded
+from mujica_jax.records import Trajectory, rewarded
 from mujica_jax.runs import evaluation, learning, sampling
 from mujica_jax.runs.learning import LearningPlan
-from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult
+from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult, tokens_of
 from mujica_jax.runs.run import Run, method_of
 from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.trajectories.select import training_rows
@@ -62,7 +62,7 @@ def best_of_n(run: Run) -> list[PhaseResult]:
         use_policy(run, state, version=number - 1)
         trajectories = sample_round(run, number, config.attempts)
         cost.trajectories = len(trajectories)
-        cost.forward_tokens = generated_tokens(trajectories)
+        cost.forward_tokens = tokens_of(trajectories)
 
         # Select: keep the best attempt at each question.
         best = best_attempts(trajectories, min_reward=config.min_reward)

@@ -275,6 +275,13 @@ def check_method(config: Config) -> None:
             "demonstrations of the warm-up: set warmup.steps above 0, or give --eval.control False"
         )
 
+    if config.eval.control and not hasattr(method, "learning_rate"):
+        raise UserError(
+            f"eval.control is True, but method.kind {method.kind} has no learning_rate and "
+            "end_learning_rate, with which the control run learns: add both to its settings, or "
+            "give --eval.control False"
+        )
+
     match method:
         case MygoConfig():
             _check_mygo(config, method)
