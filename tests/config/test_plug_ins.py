@@ -196,7 +196,9 @@ def test_a_run_whose_plug_in_is_gone_is_answered_with_one_sentence(patient, tmp_
 def test_a_stored_kind_that_is_no_configuration_is_not_called(patient):
     values = stored(patient)
     values["agent"]["kind"] = "os:getcwd"
-    with pytest.raises(UserError, match=r"the stored agent.kind is 'os:getcwd', but it is no datac"):
+    with pytest.raises(
+        UserError, match=r"the stored agent.kind is 'os:getcwd', but it is no datac"
+    ):
         from_dict(Config, values)
 
 
