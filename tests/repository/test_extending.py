@@ -16,11 +16,16 @@ MAX_LINES = 140  # of one example, formatted at 100 columns
 AGENT = "--agent.kind examples.retry_agent.agents:RetryConfig --agent.max-tries 3"
 TASK = "--task.kind examples.facts_task.tasks:FactsConfig"
 METHOD = "--method.kind examples.own_method.methods:BestOfNConfig --method.attempts 2"
+# With this, a model that knows nothing still has attempts to learn.
+METHOD_OF_TEST = f"{METHOD} --method.min-reward 0 --method.rounds 1"
 REWARD = "--reward examples.brevity_reward.rewards:brevity"
 LOSS = "--method.loss examples.own_loss.losses:EqualConversations"
 # As little as a run can be.
-SMALL = """tests/helpers/smoke_config.py --eval.split test --eval.questions 8 --eval.control False
-    --warmup.steps 2 --pretraining.steps 2 --sampling.questions-per-round 4 --method.rounds 1"""
+SMALL = """--eval.split test --eval.questions 8 --eval.control False --warmup.steps 2
+    --pretraining.steps 2 --sampling.questions-per-round 4 --metrics.logging-steps 1"""
+SMOKE = "tests/helpers/smoke_config.py"
+# A script writes what this run learns, so that even a model that knows nothing has rows to learn.
+SMOKE_EVIPATH = "tests/helpers/smoke_evipath_config.py"
 
 
 def start(program: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -61,10 +66,11 @@ def test_the_guide_names_each_example_in_a_command():
 
 def test_a_run_of_four_plug_ins_trains_resumes_and_is_evaluated(tmp_path):
     run = str(tmp_path / "run")
-    words = [*f"{SMALL} {AGENT} {TASK} {METHOD} {REWARD}".split(), "--run", run]
+    words = [*f"{SMOKE} {SMALL} {AGENT} {TASK} {METHOD_OF_TEST} {REWARD}".split(), "--run", run]
     trained = start("train", *words)
     assert trained.returncode == 0, trained.stderr
     assert re.search(r"^warm-up .*\n(.*\n)?round 1 ", trained.stdout, re.MULTILINE), trained.stdout
+    assert "round 1: no attempt has a reward of 0" not in trained.stdout
 
     # The run opens again without the flags of its plug-ins.
     evaluated = start("eval", "--checkpoint", run, "--eval.questions", "2", "--sampled", "False")
@@ -80,7 +86,9 @@ def test_a_run_of_four_plug_ins_trains_resumes_and_is_evaluated(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_learns_with_the_loss_of_the_example(tmp_path):
-    trained = start("train", *f"{SMALL} {LOSS}".split(), "--run", str(tmp_path / "run"))
+    trained = start(
+        "train", *f"{SMOKE_EVIPATH} {SMALL} {LOSS}".split(), "--run", str(tmp_path / "run")
+    )
     assert trained.returncode == 0, trained.stderr
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert '"conversations"' in metrics
