@@ -47,24 +47,15 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 
     Before tyro reads the flags, old names become new ones, and each section gets its final kind.
     """
-    # Take out `--section.kind NAME`.
-    words = list(arguments)
-    kinds = sections_with_kinds(type(values))
-    chosen_kinds = {
-        section: kind_class(values, section, take_flag(words, f"--{section}.kind"))
-        for section in kinds
-    }
+    # Give flags of the last release their new names.
+    words = with_new_flags(arguments, _possible_sections(values, arguments))
 
-    # Give flags of the last release their new names. A plug-in may use an old name for a field.
-    sections = section_types(type(values))
-    for section, chosen_kind in chosen_kinds.items():
-        sections[section] = [*sections[section], chosen_kind]
-    words = with_new_flags(words, sections)
-
-    # Change each section to its kind.
-    for section, chosen_kind in chosen_kinds.items():
-        check_flags(section, chosen_kind, kinds[section], words)
-        values = with_kind(values, section, chosen_kind)
+    # Take out `--section.kind NAME`, and change the section to that kind.
+    for section, kinds in sections_with_kinds(type(values)).items():
+        named_kind = take_flag(words, f"--{section}.kind")
+        new_class = kind_class(values, section, named_kind)
+        check_flags(section, new_class, kinds, words)
+        values = with_kind(values, section, new_class)
 
     # Write `--flag` without a value as `--flag True`.
     words = _with_true(words, flags=set(_true_or_false("", values)))
@@ -112,6 +103,18 @@ def take_flag(words: list[str], flag: str) -> str | None:
     except argparse.ArgumentError as error:
         raise UserError(f"{flag} has no value: write {flag} VALUE") from error
     return parsed.value
+
+
+def _possible_sections(values: Any, arguments: Sequence[str]) -> dict[str, list[type]]:
+    """Return the dataclasses that each section may be, with the plug-ins that flags name.
+
+    A plug-in may call a field of its own like an old name of a built-in one.
+    """
+    sections = section_types(type(values))
+    for section in sections_with_kinds(type(values)):
+        named_kind = take_flag([*arguments], f"--{section}.kind")
+        sections[section] = [*sections[section], kind_class(values, section, named_kind)]
+    return sections
 
 
 def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
