@@ -44,7 +44,8 @@ python -m mujica_jax.train configs/tiny_world.py --seed 1 --method.rounds 4
 - A flag is the name of its field with dashes for underscores. Both spellings work.
 - A switch has no value: `--section.field` sets it, and `--section.no-field` clears it.
 - `--section.kind NAME` changes the kind of a section. Fields that both kinds have keep a value that was
-  chosen. All others take the default of the new kind, or have to be given.
+  chosen. All others take the default of the new kind, or have to be given. `--section.kind module:Class`
+  takes a kind of [your own](../guides/extending.md).
 - *required* stands where a field has no default: each configuration file sets it.
 - `python -m mujica_jax.train CONFIG --help all` shows the same list with the values of CONFIG.
 """

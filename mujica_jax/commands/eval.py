@@ -47,7 +47,7 @@ from mujica_jax.config import schema
 from mujica_jax.config.checks import check, check_distributed, check_remote
 from mujica_jax.config.command_line import override, take_file, take_flag
 from mujica_jax.config.files import load_config
-from mujica_jax.config.kinds import of_kind
+from mujica_jax.config.kinds import of_kind, stored_kind
 from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
@@ -489,7 +489,8 @@ def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
         return None
     trained_agent = from_dict(Config, read_object(folder / "config.json")["config"]).agent
     kind = _flag_value(words, "--agent.kind")
-    return trained_agent if kind in (None, trained_agent.kind) else None
+    own_kinds = (None, trained_agent.kind, stored_kind(trained_agent))
+    return trained_agent if kind in own_kinds else None
 
 
 def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | None:

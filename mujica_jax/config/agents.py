@@ -1,6 +1,7 @@
 """Settings of the agents, one dataclass for each kind of agent.
 
-A new agent's settings derive from `AgentLimits` and join the union in `schema.py`.
+The union in `schema.py` lists them. The settings of a user's own agent derive from `AgentLimits`, in
+a module of the user.
 """
 
 import dataclasses

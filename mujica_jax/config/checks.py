@@ -23,6 +23,7 @@ from mujica_jax.config.methods import (
     StagedRewardConfig,
     needs_judge,
 )
+from mujica_jax.config.plug_ins import check_plug_ins
 from mujica_jax.config.schema import (
     MIN_SEQUENCE_LENGTH,
     AgentConfig,
@@ -61,6 +62,7 @@ def check(config: Config) -> None:
     """
     check_types(config)
     check_bounds(config)
+    check_plug_ins(config)
     _check_row_parts(config)
     check_own_passages(config.task)
     check_profile(config.profile)
@@ -280,6 +282,13 @@ def check_method(config: Config) -> None:
         raise UserError(
             "eval.control is True, but warmup.steps is 0 and the control run learns the "
             "demonstrations of the warm-up: set warmup.steps above 0, or give --eval.no-control"
+        )
+
+    if config.eval.control and not hasattr(method, "learning_rate"):
+        raise UserError(
+            f"eval.control is True, but method.kind {method.kind} has no learning_rate and "
+            "end_learning_rate, with which the control run learns: add both to its settings, or "
+            "give --eval.no-control"
         )
 
     match method:

@@ -15,6 +15,7 @@ import functools
 import inspect
 import sys
 import typing
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +23,13 @@ import tyro
 
 from mujica_jax.config.fields import flag_of
 from mujica_jax.config.files import load_config
-from mujica_jax.config.kinds import check_kind, section_types, sections_with_kinds, with_kind
+from mujica_jax.config.kinds import (
+    check_flags,
+    kind_class,
+    section_types,
+    sections_with_kinds,
+    with_kind,
+)
 from mujica_jax.config.methods import FileMethodConfig
 from mujica_jax.config.program_help import ProgramHelp, help_text, negated, wanted_help
 from mujica_jax.config.renamed_fields import with_new_flags
@@ -72,7 +79,7 @@ def override(
     with status 0.
     """
     # Give flags of the last release their new names.
-    words = with_new_flags(arguments, section_types(type(values)))
+    words = with_new_flags(arguments, _possible_sections(values, arguments))
 
     # Take out `--section.kind NAME`, and change the section to that kind.
     named_sections = []
@@ -80,9 +87,9 @@ def override(
         named_kind = take_flag(words, f"--{section}.kind")
         if named_kind is not None:
             named_sections.append(section)
-        kind = getattr(values, section).kind if named_kind is None else named_kind
-        check_kind(section, kind, kinds, words)
-        values = with_kind(values, section, kinds[kind])
+        new_class = kind_class(values, section, named_kind)
+        check_flags(section, new_class, kinds, words)
+        values = with_kind(values, section, new_class)
 
     # Print the help, and end.
     help_kind = wanted_help(words)
@@ -100,12 +107,15 @@ def override(
     # Rewrite the switches of the last release, `--flag True` and `--flag False`.
     words = _with_switches(words, switches=set(_switches("", values)))
 
-    return tyro.cli(
-        tyro.conf.AvoidSubcommands[type(values)],
-        args=words,
-        default=values,
-        prog=prog,
-    )
+    with warnings.catch_warnings():
+        # Tyro warns about a plug-in, because its dataclass is not in the union of the built-in ones.
+        warnings.filterwarnings("ignore", message="(?s).*does not match any type in Union")
+        return tyro.cli(
+            tyro.conf.AvoidSubcommands[type(values)],
+            args=words,
+            default=values,
+            prog=prog,
+        )
 
 
 def _plain_help(values: Any) -> ProgramHelp:
@@ -174,6 +184,18 @@ def _with_switches(words: Sequence[str], switches: Collection[str]) -> list[str]
             _say_once(f"{flag} {value} is now {new_flag}; the old form works in this release")
         new_words.append(new_flag)
     return new_words
+
+
+def _possible_sections(values: Any, arguments: Sequence[str]) -> dict[str, list[type]]:
+    """Return the dataclasses that each section may be, with the plug-ins that flags name.
+
+    A plug-in may call a field of its own like an old name of a built-in one.
+    """
+    sections = section_types(type(values))
+    for section in sections_with_kinds(type(values)):
+        named_kind = take_flag([*arguments], f"--{section}.kind")
+        sections[section] = [*sections[section], kind_class(values, section, named_kind)]
+    return sections
 
 
 @functools.cache

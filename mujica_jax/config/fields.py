@@ -26,7 +26,8 @@ def check_types(config: Any, section: str = "") -> None:
         name = section + field.name
         value = getattr(config, field.name)
         options = union_members(hints[field.name])
-        if not any(_fits(value, option) for option in options):
+        is_plug_in = _has_implementation(value) and all(map(_has_implementation, options))
+        if not is_plug_in and not any(_fits(value, option) for option in options):
             types_in_words = " or ".join(_in_words(option) for option in options)
             raise UserError(
                 f"{name} is {value!r} and must be {types_in_words}: change it in the configuration"
@@ -63,6 +64,14 @@ def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union type. Another type is its own only member."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
+
+
+def _has_implementation(section: Any) -> bool:
+    """Return whether this is a section that names its implementation, or a class of such sections.
+
+    A user's own section may stand where the type of the field lists the built-in ones (`kinds.py`).
+    """
+    return dataclasses.is_dataclass(section) and hasattr(section, "implementation")
 
 
 def _fits(value: Any, hint: Any) -> bool:

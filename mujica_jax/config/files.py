@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mujica_jax.config.fields import check_types
 from mujica_jax.config.moved_modules import moved_sentence
+from mujica_jax.config.named_objects import search_working_directory
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError, nearest
 
@@ -19,6 +20,7 @@ def load_config(name: str | Path) -> Config:
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
+    search_working_directory()
     try:
         spec.loader.exec_module(module)
         config = module.get_config()

@@ -3,16 +3,23 @@
 Such a section is a union of dataclasses, each with a `kind` literal (`schema.py`). Another kind of a
 section keeps the values of the fields that both kinds have. All other fields take the default of the
 new kind, or must be given.
+
+A kind with a colon, such as `my_package.agents:MyAgentConfig`, is a plug-in: a dataclass in a module
+of the user, with a `kind` literal and an `implementation` like the built-in ones.
 """
 
 import dataclasses
+import functools
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import tyro
 
+from mujica_jax.config.agents import AgentLimits
 from mujica_jax.config.fields import union_members
+from mujica_jax.config.named_objects import imported_object, is_place, place_of
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError, nearest
 
@@ -25,9 +32,7 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
     Fields that both kinds have keep a value that was chosen. The others have their default. Raises
     UserError if a field has none.
     """
-    kinds = sections_with_kinds(type(config))[section]
-    check_kind(section, kind, kinds, words=[])
-    changed = with_kind(config, section, kinds[kind])
+    changed = with_kind(config, section, kind_class(config, section, kind))
 
     new_section = getattr(changed, section)
     for field in dataclasses.fields(new_section):
@@ -43,7 +48,7 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
 def with_kind(values: Section, section: str, new_kind: type) -> Section:
     """Return `values` with the section of another kind. A field without a value is MISSING."""
     old_section = getattr(values, section)
-    if old_section.kind == kind_of(new_kind):
+    if type(old_section) is new_kind:
         return values
 
     new_defaults = _defaults(new_kind)
@@ -68,10 +73,94 @@ def with_kind(values: Section, section: str, new_kind: type) -> Section:
     return dataclasses.replace(values, **{section: new_kind(**fields)})  # type: ignore[type-var]
 
 
-def check_kind(section: str, kind: str, kinds: Mapping[str, type], words: Sequence[str]) -> None:
-    """Check that there is this kind, and that no flag sets a field that only other kinds have."""
+def kind_class(values: Any, section: str, kind: str | None) -> type:
+    """Return the dataclass of a kind: a built-in one, or a plug-in that is named as module:Class.
+
+    None stands for the kind that the section has now. Raises UserError if there is no such kind.
+    """
+    current_class = type(getattr(values, section))
+    if kind is None or kind == kind_of(current_class):
+        return current_class
+    if is_place(kind):
+        return plug_in_class(section, kind, setting=f"{section}.kind")
+    kinds = sections_with_kinds(type(values))[section]
     if kind not in kinds:
-        raise UserError(f"unknown {section} {kind!r}; {nearest(kind, kinds.keys())}")
+        raise UserError(
+            f"unknown {section} {kind!r}; {nearest(kind, kinds.keys())} (or your own as "
+            "module:Class)"
+        )
+    return kinds[kind]
+
+
+def plug_in_class(section: str, place: str, *, setting: str) -> type:
+    """Import the configuration dataclass of a plug-in, and check it.
+
+    `setting` says in messages where the name stands. Raises UserError.
+    """
+    imported = imported_object(place, setting=setting)
+    check_plug_in_class(section, imported, described=f"{setting} is {place!r}, but it")
+    return imported
+
+
+def check_plug_in_class(section: str, candidate: Any, *, described: str) -> None:
+    """Check that an object is the configuration dataclass of a kind of this section.
+
+    `described` begins the error messages. Raises UserError.
+    """
+    if not is_section(candidate):
+        raise UserError(
+            f"{described} is no dataclass: name the dataclass with the settings of your {section}"
+        )
+    if not candidate.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+        raise UserError(
+            f"{described} can be changed: write @dataclasses.dataclass(frozen=True, kw_only=True)"
+        )
+
+    kind = kind_of(candidate)
+    if not re.fullmatch(r"[A-Za-z0-9_]+", kind) or getattr(candidate, "kind", None) != kind:
+        raise UserError(
+            f'{described} has no short name: give it the field kind: Literal["my_name"] = "my_name"'
+        )
+    if sections_with_kinds(Config)[section].get(kind, candidate) is not candidate:
+        raise UserError(f"{described} has the kind {kind!r} of a built-in {section}: rename it")
+    if not isinstance(getattr(candidate, "implementation", None), str):
+        raise UserError(
+            f"{described} names no implementation: give it implementation: ClassVar[str] = "
+            '"module:name"'
+        )
+    if section == "agent" and not issubclass(candidate, AgentLimits):
+        raise UserError(
+            f"{described} lacks the limits of an agent: derive it from "
+            "mujica_jax.config.agents.AgentLimits"
+        )
+
+
+def is_plug_in(section_class: type) -> bool:
+    """Return whether this dataclass is a kind of a section that this package does not have."""
+    return hasattr(section_class, "implementation") and section_class not in built_in_classes()
+
+
+def stored_kind(section: Any) -> str:
+    """Return the kind of a section as a run stores it, from which it can be opened again."""
+    return place_of(type(section)) if is_plug_in(type(section)) else section.kind
+
+
+@functools.cache
+def built_in_classes() -> frozenset[type]:
+    """Return the dataclasses of all kinds that this package has."""
+    sections = sections_with_kinds(Config).values()
+    return frozenset(member for kinds in sections for member in kinds.values())
+
+
+def check_flags(
+    section: str, chosen_class: type, kinds: Mapping[str, type], words: Sequence[str]
+) -> None:
+    """Check that no flag sets a field that only other kinds of a section have.
+
+    `kinds` are the built-in ones. Raises UserError.
+    """
+    kind = kind_of(chosen_class)
+    kinds = {**kinds, kind: chosen_class}
     for word in words:
         if not word.startswith(f"--{section}."):
             continue
@@ -126,8 +215,10 @@ def _fields(section: type) -> set[str]:
 
 def _defaults(section: type) -> dict[str, Any]:
     """Return the fields that have a default, with it."""
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(section)
-        if field.default is not dataclasses.MISSING
-    }
+    defaults = {}
+    for field in dataclasses.fields(section):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults

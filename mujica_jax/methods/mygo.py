@@ -73,6 +73,7 @@ import numpy as np
 
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.config.methods import MygoConfig
+from mujica_jax.learning.losses.loss import named_loss
 from mujica_jax.learning.packing import PackedRows, pack, too_long
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.supervised import begin, with_control
@@ -619,4 +620,5 @@ def _learning_plan(run: Run, number: int, packed: PackedRows) -> LearningPlan:
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         stretch=((number - 1) / config.rounds, number / config.rounds),
+        loss=named_loss(config.loss),
     )

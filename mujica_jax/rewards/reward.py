@@ -15,6 +15,9 @@ generated. Without an answer, F1 and exact match are 0. If a search failed, the 
 episode counts in no group, mean or threshold. The scores that users see come from `metrics`, never
 from here.
 
+A user's own reward is named as `module:name`. It is called with (score, trajectory), or with (score,
+trajectory, question) if it takes three arguments, and its best total should be 1.
+
 A reward may be asynchronous. If it cannot be computed, for example because a judge does not answer,
 it raises `NoVerdictError`. Such an episode counts in no group, mean or threshold either.
 """
@@ -27,6 +30,8 @@ from numbers import Real
 from typing import Any
 
 from mujica_jax.config.methods import JUDGE, STAGED, StagedRewardConfig, needs_judge
+from mujica_jax.config.named_objects import is_place
+from mujica_jax.config.plug_ins import reads_question, reward_function
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
@@ -43,7 +48,8 @@ ILL_FORMED_ENDS = (
 )
 
 
-Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
+# Takes (score, trajectory). A user's own reward may also take the question as a third argument.
+Parts = Callable[..., Reward | Awaitable[Reward]]
 # Decides whether an answer is right. The answer is None if the episode ended without one.
 Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
@@ -110,13 +116,16 @@ class RewardFunction:
     compute_in_round: Callable[[int], Parts] | None = None
     # Decides whether an answer is right. Without it, an answer is right if it is an exact match.
     judge: Correctness | None = None
+    # Whether `compute` also takes the question.
+    reads_question: bool = False
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
         """Return the reward of an episode. The reward must not be asynchronous."""
         assert self.judge is None, "a judge is asynchronous: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
-        return self._checked(self.compute(self._score(trajectory, question), trajectory))
+        answer = self._score(trajectory, question)
+        return self._checked(self._computed(answer, trajectory, question))
 
     async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
         """Return the episode with its reward, or with a mark that there is no verdict."""
@@ -127,12 +136,20 @@ class RewardFunction:
             if self.judge is not None:
                 is_right = await self.judge(question, trajectory.final_answer)
                 answer = dataclasses.replace(answer, em=float(is_right))
-            reward = self.compute(answer, trajectory)
+            reward = self._computed(answer, trajectory, question)
             if inspect.isawaitable(reward):
                 reward = await reward
         except NoVerdictError:
             return trajectory.without_verdict()
         return trajectory.with_reward(self._checked(reward))
+
+    def _computed(
+        self, answer: Score, trajectory: Trajectory, question: Question
+    ) -> Reward | Awaitable[Reward]:
+        """Call the reward with the arguments that it takes."""
+        if self.reads_question:
+            return self.compute(answer, trajectory, question)
+        return self.compute(answer, trajectory)
 
     def _score(self, trajectory: Trajectory, question: Question) -> Score:
         return score(trajectory.final_answer, question.answers, self.rule)
@@ -162,7 +179,7 @@ def find_reward(
     similarity: Similarity | None = None,
     judge: Correctness | None = None,
 ) -> RewardFunction:
-    """Return the reward with this name.
+    """Return the reward with this name: a built-in one, or a user's own as `module:name`.
 
     - `rule` is the scoring rule of the task.
     - `staged` configures the reward `staged`. `similarity` compares queries for its part `search`.
@@ -171,9 +188,14 @@ def find_reward(
     Raises UserError if there is no such reward, or if it needs a judge and there is none.
     """
     staged = staged or StagedRewardConfig()
+    if is_place(name):
+        compute = reward_function(name)
+        return RewardFunction(rule=rule, compute=compute, reads_question=reads_question(compute))
     names = [*REWARDS, STAGED, JUDGE]
     if name not in names:
-        raise UserError(f"unknown reward {name!r}; {nearest(name, names)}")
+        raise UserError(
+            f"unknown reward {name!r}; {nearest(name, names)} (or your own as module:name)"
+        )
 
     if not needs_judge(name, staged):
         judge = None

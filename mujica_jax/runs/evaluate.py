@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
+from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.generator import PolicyGenerator
@@ -420,8 +421,8 @@ def _settings(config: Config, task: Task) -> dict[str, Any]:
         # How many of a question's own passages a search shows, as in "5 of 10 passages".
         "shown": getattr(task, "shown", ""),
         "settings": {
-            "task": dataclasses.asdict(config.task),
-            "agent": dataclasses.asdict(config.agent),
+            "task": to_dict(config.task),
+            "agent": to_dict(config.agent),
         },
         # Baselines have only one prompt, and no setting for it.
         "prompt": getattr(config.agent, "prompt", None),

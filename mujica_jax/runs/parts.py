@@ -14,7 +14,9 @@ from mujica_jax.agents.agent import Agent
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.agents import PromptedAgent
+from mujica_jax.config.kinds import is_plug_in
 from mujica_jax.config.named_objects import implementation
+from mujica_jax.config.plug_ins import check_agent_methods
 from mujica_jax.config.schema import AgentConfig, Config, EngineConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
@@ -35,7 +37,12 @@ from mujica_jax.tasks.task import EnvironmentKind, Task
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
     """Return the agent that the configuration describes."""
-    return implementation(config)(tokenizer, config)
+    agent = implementation(config)(tokenizer, config)
+    if is_plug_in(type(config)):
+        check_agent_methods(
+            agent, name=config.implementation, needs_opening=isinstance(config, PromptedAgent)
+        )
+    return agent
 
 
 def check_prompts(

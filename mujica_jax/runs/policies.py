@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.config.schema import AgentConfig, Config
+from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
 from mujica_jax.runtime.provenance import differences
@@ -89,7 +90,7 @@ class SavedPolicy:
         if self.run is None:
             return []
         trained_agent = read_object(self.run / "config.json")["config"]["agent"]
-        configured_agent = dataclasses.asdict(agent)
+        configured_agent = to_dict(agent)
         if trained_agent["kind"] != configured_agent["kind"]:
             trained_agent = {"kind": trained_agent["kind"]}
         comparable_fields = {key: configured_agent.get(key) for key in trained_agent}

@@ -16,12 +16,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mujica_jax.agents.protocol import PromptMode
-from mujica_jax.config.methods import DpoConfig, FileMethodConfig, SftConfig
+from mujica_jax.config.methods import (
+    DpoConfig,
+    EviPathConfig,
+    FileMethodConfig,
+    MygoConfig,
+    SftConfig,
+)
 from mujica_jax.config.named_objects import implementation, named_object
 from mujica_jax.config.schema import Config
+from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.learning.losses.loss import named_loss
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
@@ -138,6 +146,7 @@ def _check(config: Config, directory: RunPath) -> _Start:
     )
     task = build_task(config)
     _check_reward(config, task, directory)
+    _check_loss(config)
     _check_start(config, task)
 
     # Check the model: a checkpoint, or the configured size of a model from scratch.
@@ -155,7 +164,7 @@ def _open_directory(config: Config, task: Task, directory: RunPath) -> tuple[Sto
 
     Print how many phases are already finished, and notes about the task's questions.
     """
-    sections = dataclasses.asdict(config)
+    sections = to_dict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, sections))
     distributed.primary_first("the questions", lambda: check_content(store, config, task))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
@@ -241,9 +250,7 @@ def _open_metrics(
 ) -> contextlib.AbstractContextManager[MetricsLog | NoMetrics]:
     """Open the metrics files. Only the first process writes metrics."""
     if distributed.is_primary():
-        return MetricsLog(
-            store.root, store.io_statistics, config.metrics, dataclasses.asdict(config)
-        )
+        return MetricsLog(store.root, store.io_statistics, config.metrics, to_dict(config))
     return contextlib.nullcontext(NoMetrics())
 
 
@@ -326,6 +333,12 @@ def _check_data(config: Config) -> None:
         read_conversations(config.method.data)
     elif isinstance(config.method, DpoConfig):
         read_preferences(config.method.data)
+
+
+def _check_loss(config: Config) -> None:
+    """Check that a user's own loss can be imported and used."""
+    if isinstance(config.method, MygoConfig | EviPathConfig):
+        named_loss(config.method.loss)
 
 
 def _check_start(config: Config, task: Task) -> None:

@@ -5,7 +5,6 @@ is the policy after the warm-up. If the run trains adapters, the adapter is writ
 policy.
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
+from mujica_jax.config.stored import to_dict
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.models.adapters import (
     adapter_tensors,
@@ -125,7 +125,7 @@ def commit_policy(run: Run, state: GetState, version: int) -> None:
 
 def _write_adapter(run: Run, directory: Path, adapters: Mapping[str, np.ndarray]) -> None:
     """Write an adapter into a directory, together with the run's configuration."""
-    config = json.dumps({"config": dataclasses.asdict(run.config)}, indent=2)
+    config = json.dumps({"config": to_dict(run.config)}, indent=2)
     save_adapter(
         adapters,
         directory,

@@ -47,6 +47,12 @@ def _check_attributes(task: Task, kind: str) -> None:
     name = getattr(task, "name", None)
     if not isinstance(name, str):
         raise UserError(f"task {kind}: its name is {name!r} and must be a string")
+    for method in ("questions", "environment"):
+        if not callable(getattr(task, method, None)):
+            raise UserError(
+                f"task {kind}: it has no method {method}: add it (mujica_jax/tasks/task.py "
+                "describes it)"
+            )
     allowed_values = {"rule": get_args(Rule), "environment_kind": get_args(EnvironmentKind)}
     for attribute, allowed in allowed_values.items():
         value = getattr(task, attribute, None)

@@ -77,7 +77,8 @@ def open_run(
 
     Raises RunMismatchError if the configuration differs from config.json in any key that is not in
     `ignore`. The message names all such keys. Keys that an earlier version wrote under an old name
-    are compared under their new name.
+    are compared under their new name. A setting that is younger than the run may be None, which means
+    that nothing is set.
     """
     store = Store(root)
     # Bring the configuration into the form that JSON reads back, with lists in place of tuples.
@@ -85,6 +86,7 @@ def open_run(
     if not store.exists(CONFIG):
         store.write_json_once(CONFIG, {"config": new_config, **provenance.environment()})
     stored_config = with_new_keys(store.read_json(CONFIG).get("config", {}), new_config)
+    stored_config = _with_unset_settings(stored_config, new_config)
     differences = provenance.differences(stored_config, new_config, ignore)
     if differences:
         raise RunMismatchError(
@@ -92,6 +94,17 @@ def open_run(
             "use the old values or choose another --run directory"
         )
     return store
+
+
+def _with_unset_settings(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration with None for settings that it lacks and that are None now."""
+    completed = dict(stored)
+    for name, value in current.items():
+        if value is None:
+            completed.setdefault(name, None)
+        elif isinstance(value, Mapping) and isinstance(stored.get(name), Mapping):
+            completed[name] = _with_unset_settings(stored[name], value)
+    return completed
 
 
 class Store(RunDirectory):

@@ -142,6 +142,7 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     ("mistake", "sentence"),
     [
         ({"name": None}, "task tiny_world: its name is None and must be a string"),
+        ({"environment": None}, "task tiny_world: it has no method environment: add it"),
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         (
             {"environment_kind": "text"},

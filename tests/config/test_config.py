@@ -740,6 +740,7 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
         "schedule": "offline",
         "threshold": "fixed",
         "initial_threshold": 0.9,
+        "loss": "mujica_jax.learning.losses:MLE",
     }
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
@@ -794,6 +795,7 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
         "trajectories": 3,
         "teacher_max_tokens": 900,
         "remote": RemoteConfig(concurrency=3),
+        "loss": "mujica_jax.learning.losses:MLE",
     }
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)

@@ -48,7 +48,7 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
         ),
         (
             ["tiny_world", "--engine.kind", "jetstream", "--engine.factory", "nowhere:make"],
-            "engine.factory is 'nowhere:make', but it does not exist: name it as module:function",
+            "engine.factory is 'nowhere:make', but there is no module nowhere: start the program in",
         ),
     ],
 )

@@ -87,11 +87,16 @@ def test_a_plug_in_that_is_a_moved_module_is_told_the_new_one(place, sentence):
     assert str(refused.value) == f"{place} cannot be imported: {sentence}"
 
 
-def test_another_missing_module_of_a_plug_in_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "broken_plug_in.py").write_text("import a_package_that_is_not_there\n")
+def test_another_missing_module_of_a_plug_in_is_named_with_its_line(tmp_path, monkeypatch):
+    file = tmp_path / "broken_plug_in.py"
+    file.write_text("import json\nimport a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+    with pytest.raises(UserError) as refused:
         named_object("broken_plug_in:make_engine", setting="engine.factory")
+    assert str(refused.value) == (
+        "broken_plug_in:make_engine cannot be imported: ModuleNotFoundError: No module named "
+        f"'a_package_that_is_not_there' ({file}, line 2)"
+    )
 
 
 def test_a_module_that_never_was_has_not_moved(tmp_path):

@@ -5,7 +5,6 @@ Every command line in README, docs/start and docs/guides is checked, or has a re
 `tests/runs` runs the two programs for real.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -25,7 +24,9 @@ from mujica_jax.commands.train import DEFAULT_CONFIG
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
+from mujica_jax.config.kinds import stored_kind
 from mujica_jax.config.schema import Config
+from mujica_jax.config.stored import to_dict
 from mujica_jax.tasks import prepare
 from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import TWO_WIKI
@@ -34,6 +35,7 @@ GENERATED = ROOT / "docs" / PAGE  # by `make docs`
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 # The pages for users: every line of their blocks of commands is covered here.
 USER_PAGES = [
@@ -44,6 +46,7 @@ USER_PAGES = [
         for path in sorted((ROOT / "docs" / folder).glob("*.md"))
     ),
     ROOT / "docs" / "reference" / "commands.md",
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 # of every language, or pairs go wrong
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -102,7 +105,9 @@ def arguments(line: str) -> list[str]:
 def value_of(flag: str, config: Config) -> object:
     """Return what a configuration holds under a flag of the command line."""
     names = flag.removeprefix("--").replace("-", "_").split(".")
-    return functools.reduce(getattr, names, config)
+    value = functools.reduce(getattr, names, config)
+    # The flag names a plug-in by its place. Its short name is in the field.
+    return stored_kind(getattr(config, names[0])) if names[-1] == "kind" else value
 
 
 def training_by_make() -> list[str]:
@@ -275,7 +280,7 @@ def config_of_run(page: Path, run: str) -> Config:
 def write_run(folder: Path, config: Config) -> None:
     """Write what `eval` reads of a run's folder, or of an adapter's, before it loads weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"config": dataclasses.asdict(config)}))
+    (folder / "config.json").write_text(json.dumps({"config": to_dict(config)}))
 
 
 def with_runs(command: Command, folder: Path, words: list[str] | None = None) -> list[str]:

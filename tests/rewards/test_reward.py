@@ -11,6 +11,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
 from mujica_jax.rewards.reward import REWARDS, NoVerdict, NoVerdictError, find_reward
 from tests.helpers import episodes
+from tests.helpers.plug_in_modules import write_module as write_module
 
 
 def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:
@@ -112,6 +113,30 @@ def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, result):
         find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
     result = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
     assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == result
+
+
+def test_a_users_own_reward_is_named_by_its_module(write_module):
+    write_module(
+        "own_rewards",
+        "from mujica_jax.records import Reward\n"
+        "def half(score, trajectory): return Reward(total=score.f1 / 2)\n"
+        "def weighed(score, trajectory, weight=2.0): return Reward(total=score.f1 / weight)\n"
+        "async def slow(score, trajectory): return Reward(total=score.em / 4)\n"
+        "def asking(score, trajectory, question):\n"
+        "    return Reward(total=float(question.text == 'Where?'), parts={'f1': score.f1})\n",
+    )
+    totals = {}
+    for name in ("half", "weighed", "slow", "asking"):
+        reward = find_reward(f"own_rewards:{name}", "two_wiki")
+        totals[name] = asyncio.run(reward.rewarded(episode("Ghent"), asked("Ghent"))).reward
+    assert totals == {"half": 0.5, "weighed": 0.5, "slow": 0.25, "asking": 1.0}
+
+
+def test_a_users_own_reward_that_returns_no_reward_is_refused_at_its_first_use(write_module):
+    write_module("numbers_alone", "def half(score, trajectory): return score.f1 / 2\n")
+    reward = find_reward("numbers_alone:half", "two_wiki")
+    with pytest.raises(UserError, match=r"the reward half gave 0.5; it must return a Reward of"):
+        asyncio.run(reward.rewarded(episode("Ghent"), asked("Ghent")))
 
 
 def test_the_best_alias_counts_and_the_rule_of_the_task_decides():

@@ -598,6 +598,13 @@ def test_another_configuration_is_refused_with_both_values_of_every_key(root):
     )
 
 
+def test_a_setting_that_is_younger_than_the_run_may_be_unset(root):
+    open_run(root, CONFIG)
+    open_run(root, {**CONFIG, "younger": None, "task": {**CONFIG["task"], "newer": None}})
+    with pytest.raises(RunMismatchError, match=r"task.newer was 'unset' and is now 2"):
+        open_run(root, {**CONFIG, "task": {**CONFIG["task"], "newer": 2}})
+
+
 def test_ignored_keys_may_differ(root):
     open_run(root, CONFIG)
     open_run(root, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))

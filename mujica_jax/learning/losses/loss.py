@@ -6,8 +6,10 @@ batch, for example advantages.
 
 Each loss is a frozen dataclass, and its fields are its hyper-parameters. Two losses with equal
 fields share one compiled training step. Most losses need only the log-probabilities of the trained
-tokens and define only `of`. A loss that needs more of the decoder replaces `__call__`. To add a
-loss, add a file to this folder.
+tokens and define only `of`. A loss that needs more of the decoder replaces `__call__`.
+
+A user's own loss is in a module of the user. A method takes it in its `LearningPlan`, or
+`--method.loss module:name` names it (`named_loss`).
 
 With gradient accumulation a batch goes through the model part by part:
 
@@ -18,6 +20,7 @@ part is a sum over that part, divided by a count of the whole batch. The losses 
 to the loss of the batch, and so do their metrics.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Literal
 
@@ -25,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from mujica_jax.config.named_objects import imported_object
+from mujica_jax.errors import UserError
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.packing import Batch
 from mujica_jax.models.attention import Implementation
@@ -33,6 +38,44 @@ from mujica_jax.models.decoder import Decoder, Remat
 Counts = Mapping[str, Int[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
 LossAndMetrics = tuple[Float[Array, ""], Metrics]
+
+
+def named_loss(place: str | None) -> "Loss | None":
+    """Return the loss that `method.loss` names as module:name, or None without a name.
+
+    The name is that of a `Loss`, or of a subclass that needs no arguments. Raises UserError if it is
+    another object, or if the loss cannot be used in place of maximum likelihood.
+    """
+    if place is None:
+        return None
+    loss = imported_object(place, setting="method.loss")
+    if inspect.isclass(loss) and issubclass(loss, Loss):
+        try:
+            loss = loss()
+        except TypeError as error:
+            raise UserError(
+                f"method.loss is {place}, but it needs arguments ({error}): give its fields "
+                "defaults, or name a loss that is already made"
+            ) from error
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"method.loss is {place}, but it is no loss: derive it from "
+            "mujica_jax.learning.losses.Loss"
+        )
+    is_empty = type(loss).of is Loss.of and type(loss).__call__ is Loss.__call__
+    if is_empty or type(loss).__hash__ is None:
+        raise UserError(
+            f"method.loss is {place}, but a loss is a frozen dataclass that defines `of` or "
+            "`__call__`: write @dataclasses.dataclass(frozen=True, kw_only=True) above it, and "
+            "define one of them"
+        )
+    if loss.columns:
+        raise UserError(
+            f"method.loss is {place}, which reads the columns {', '.join(loss.columns)}, but the "
+            "rows of this method have none: use a loss without columns, or write a method that "
+            "packs them"
+        )
+    return loss
 
 
 class Loss:

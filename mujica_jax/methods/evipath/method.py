@@ -44,6 +44,7 @@ from mujica_jax.agents.agent import OnEpisode
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
+from mujica_jax.learning.losses.loss import named_loss
 from mujica_jax.learning.packing import pack, too_long
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.evipath.authors import Author, find_author, lessons
@@ -125,6 +126,7 @@ def evipath(run: Run) -> list[PhaseResult]:
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=round(config.warmup_ratio * steps),
+        loss=named_loss(config.loss),
     )
     learnt_state = learning.train(run, EVIPATH.name, state, packed, plan=plan)
 

@@ -708,16 +708,16 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        ("nowhere:make", "engine.factory is 'nowhere:make', but it does not exist"),
+        ("nowhere:make", "engine.factory is 'nowhere:make', but there is no module nowhere"),
         (
             "tests.helpers.foreign_engine",
-            "engine.factory is 'tests.helpers.foreign_engine', but it does not exist",
+            "engine.factory is 'tests.helpers.foreign_engine': name it as module:name",
         ),
-        ("tests.helpers.foreign_engine:", "but it does not exist"),
-        (":make_engine", "but it does not exist"),
+        ("tests.helpers.foreign_engine:", "name it as module:name"),
+        (":make_engine", "name it as module:name"),
         (
             "tests.helpers.foreign_engine:make_motor",
-            "'tests.helpers.foreign_engine:make_motor', but it does not exist",
+            "the module tests.helpers.foreign_engine has no make_motor; did you mean make_",
         ),
         ("tests.helpers.foreign_engine:not_a_function", "but this is a int: name a function"),
         (

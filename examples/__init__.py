@@ -1,0 +1,1 @@
+"""Examples of plug-ins: each folder is used from the command line without a change to the package."""

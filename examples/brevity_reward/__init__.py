@@ -1,0 +1,1 @@
+"""A reward that charges for long episodes."""

@@ -1,0 +1,1 @@
+"""A task whose questions ask for the facts of a table."""

@@ -1,0 +1,1 @@
+"""Maximum likelihood in which every conversation has the same weight."""

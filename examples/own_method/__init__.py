@@ -1,0 +1,1 @@
+"""Best-of-n sampling as a training method."""

@@ -1,0 +1,1 @@
+"""An agent that tries again if it found no answer."""
