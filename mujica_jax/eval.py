@@ -52,6 +52,7 @@ from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
+from mujica_jax.models.hub import hub_name, model_folder
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import (
     WANTED,
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options, checkpoint=options.worker, policy=None, adapter=None
             )
             worker = distributed.primary_first(
-                "the worker's policy", lambda: find_checkpoint(worker_options)
+                "the worker's policy", lambda: find_checkpoint(worker_options, "--worker")
             )
         judge = None
         if options.judge.base_url is not None:
@@ -369,12 +370,18 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
     adapter = _flag_value(words, "--adapter")
     if name is None and adapter is not None:
         return _config_left_in(
-            Path(adapter),
+            model_folder(adapter, setting="--adapter"),
             "--init ... --adapter",
             if_missing=ADAPTER_WANTED,
             if_no_run="has no config.json of the run that wrote it: name a configuration",
         )
     if name is None and checkpoint is not None:
+        if hub_name(checkpoint):
+            raise UserError(
+                f"--checkpoint is {checkpoint}, a model of the Hugging Face Hub without a run: name "
+                f"a configuration, as in `python -m mujica_jax.eval {HELP_CONFIG} --checkpoint "
+                f"{checkpoint}`"
+            )
         return _config_left_in(
             run_path(checkpoint),
             "--checkpoint",
@@ -449,7 +456,11 @@ def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | Non
 
     It is the folder of the run or of the adapter. For a model RUN/policies/N/model it is RUN.
     """
-    folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
+    folders: list[RunPath] = []
+    if adapter is not None:
+        folders.append(model_folder(adapter, setting="--adapter"))
+    if checkpoint is not None:
+        folders.append(run_path(checkpoint))
     for folder in tuple(folders):
         is_local_model = isinstance(folder, Path) and folder.name == "model"
         if is_local_model and folder.parent.parent.name == "policies":
@@ -475,10 +486,12 @@ def find_endpoint(options: EvalArguments) -> Endpoint:
     return open_endpoint(options.remote, run_path(options.out or "eval"))
 
 
-def find_checkpoint(options: EvalArguments) -> Checkpoint:
-    """Return the policy to evaluate."""
+def find_checkpoint(options: EvalArguments, setting: str = "--checkpoint") -> Checkpoint:
+    """Return the policy to evaluate. Error messages about its download name `setting`."""
     assert options.checkpoint is not None, "only an endpoint is evaluated without a checkpoint"
-    policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
+    policy = find_policy(
+        options.checkpoint, policy=options.policy, adapter=options.adapter, setting=setting
+    )
     if options.out or policy.run is None:
         folder = run_path(options.out or "eval")
     else:
