@@ -135,6 +135,19 @@ def commit_of(name: str | os.PathLike[str] | None) -> str | None:
     return _used_commits.get(str(name))
 
 
+def readme_of(repository: str, commit: str) -> str:
+    """Return the model card of a model; empty if it has none, or the Hub cannot be reached."""
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        file = huggingface_hub.hf_hub_download(repository, "README.md", revision=commit)
+    except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError):
+        return ""
+    return Path(file).read_text(errors="replace")
+
+
 def check_same_commits() -> None:
     """Check that all processes of the job use the same commits as the first one.
 

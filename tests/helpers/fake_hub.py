@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from huggingface_hub import constants
 import pytest
+from huggingface_hub import constants
 
 from mujica_jax.models import hub
 

@@ -32,7 +32,8 @@ FLOORS = (
     ("demonstrations",),
     ("runs",),
     ("methods",),
-    ("train", "eval", "sample", "index", "plan", "serve"),
+    ("commands",),
+    ("train", "eval", "sample", "index", "plan", "serve", "export"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 HEAVY = {
@@ -81,7 +82,9 @@ MOST_MODULES = 600  # that an entry point loads before it has read its arguments
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 ENTRY_POINTS = [
-    name for name in ("train", "eval", "sample", "index") if (PACKAGE / f"{name}.py").exists()
+    name
+    for name in ("train", "eval", "sample", "index", "export")
+    if (PACKAGE / f"{name}.py").exists()
 ]
 
 
@@ -90,7 +93,7 @@ def room_of(path: Path) -> str:
 
 
 def is_entry_point(path: Path) -> bool:
-    return room_of(path) in FLOORS[-1]
+    return room_of(path) in (*FLOORS[-1], "commands")
 
 
 def module_of(path: Path) -> str:

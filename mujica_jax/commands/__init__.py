@@ -1,0 +1,1 @@
+"""The programs: parse a command line, call the package, report. One module for each program."""
