@@ -1,9 +1,9 @@
 """Evaluate a policy on held-out questions, with greedy and with sampled decoding.
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
-    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] \\
+    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|HF_NAME|FILE.gguf|smollm2 [--out DIR] \\
         [--section.field value ...]
-    python -m mujica_jax.eval [CONFIG] --init HF_DIR|FILE.gguf|smollm2 --adapter DIR [...]
+    python -m mujica_jax.eval [CONFIG] --init HF_DIR|HF_NAME|FILE.gguf|smollm2 --adapter DIR [...]
     python -m mujica_jax.eval --checkpoint RUN \\
         --ask "Who is the mother of the director of Polish-Russian War?"
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
@@ -14,8 +14,8 @@ What can be evaluated:
 - A run directory RUN. Its latest policy is evaluated with the configuration in RUN/config.json. If
   the command also names a configuration, that one replaces the run's own. This scores a policy out
   of domain, for example with `configs/musique_v5e.py`.
-- A model outside of a run: a Hugging Face directory, a GGUF file, or `smollm2`. It needs the name
-  of a configuration. `--init` is another name of `--checkpoint` for such models.
+- A model outside of a run: a Hugging Face directory, a name of the Hugging Face Hub, a GGUF file, or
+  `smollm2`. It needs the name of a configuration. `--init` is another name of `--checkpoint` for such models.
 - A model with an adapter that a run wrote (RUN/policies/N/adapter). The configuration of that run
   is the default.
 - A model behind an OpenAI-compatible endpoint. It needs a configuration, whose `agent.prompt`
@@ -84,9 +84,10 @@ class EvalArguments:
     """
 
     # The model to evaluate: a run directory (local or gs://BUCKET/PREFIX). If the command names a
-    # configuration, also a Hugging Face directory, a GGUF file, or smollm2.
+    # configuration, also a Hugging Face directory or name, a GGUF file, or smollm2.
     checkpoint: str | None
-    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
+    # Folder or Hugging Face name of a LoRA adapter in PEFT's format, to add to a checkpoint that is
+    # not a run directory.
     adapter: str | None = None
     # Number of the run's policy to evaluate: 0 is the policy after the warm-up, N the policy after
     # round N. Without this flag it is the latest policy.

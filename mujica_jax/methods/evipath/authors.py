@@ -101,7 +101,7 @@ def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
     """Find a second checkpoint, check that it can teach, and return a function that opens it."""
     policy = distributed.primary_first(
         "the teacher",
-        lambda: find_policy(name, policy=None, adapter=None, setting="--method.teacher"),
+        lambda: find_policy(name, policy=None, adapter=None, setting="--method.teacher-checkpoint"),
     )
     record_commits(run.store)
     _check_trained_agent(run, policy)
