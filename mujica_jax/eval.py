@@ -52,7 +52,7 @@ from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
-from mujica_jax.models.hub import hub_name, model_folder
+from mujica_jax.models.hub import check_same_commits, hub_name, model_folder
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import (
     WANTED,
@@ -162,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             worker = distributed.primary_first(
                 "the worker's policy", lambda: find_checkpoint(worker_options, "--worker")
             )
+        check_same_commits()
         judge = None
         if options.judge.base_url is not None:
             judge = open_endpoint(options.judge, policy.out)

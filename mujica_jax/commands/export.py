@@ -13,6 +13,7 @@ uploads DIR to the Hugging Face Hub.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ def export(options: argparse.Namespace) -> None:
         form = "adapter"
     elif options.merge:
         form = "merged model"
+    if "://" in options.to:
+        raise UserError(f"--to is {options.to}, but an export is a local folder: give one")
     # Check everything about the upload first, because writing a large model takes minutes.
     if options.push is not None:
         check_upload(options.push)
@@ -58,7 +61,7 @@ def export(options: argparse.Namespace) -> None:
         )
 
     policy = find_export(options.run, policy=options.policy, form=form)
-    folder = Path(options.to)
+    folder = Path(os.path.abspath(options.to))
     write_export(policy, folder, name=options.push or folder.name, licence=options.licence)
     print(f"wrote the {policy.form} of {policy.run}, policy {policy.version}, into {folder}")
     if options.push is not None:

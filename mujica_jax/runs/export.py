@@ -123,8 +123,8 @@ def write_export(
     """Write the files of a policy and its model card into a folder.
 
     `name` is the title of the card, and the name by which its examples load the policy. `licence`
-    replaces the licence of the base model. The folder appears with all of its files. An earlier
-    export in it is replaced. Raises UserError if the folder holds anything else.
+    replaces the licence of the base model. An earlier export in the folder is replaced. Raises
+    UserError if the folder holds anything else.
     """
     is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if is_occupied and not (folder / MARKER).exists():
@@ -146,8 +146,25 @@ def write_export(
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     write_folder(partial, write)
     if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+        _replace_files(folder, partial)
+    else:
+        partial.rename(folder)
+
+
+def _replace_files(folder: Path, source: Path) -> None:
+    """Move the files of `source` into a folder, in place of all that it holds.
+
+    The folder itself stays, because it may be the working folder of a shell. The marker is replaced
+    last. If the program is killed before that, the next export replaces everything.
+    """
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
+    for path in sorted(source.iterdir(), key=lambda path: path.name == MARKER):
+        path.replace(folder / path.name)
+    source.rmdir()
 
 
 def model_card(policy: ExportedPolicy, *, name: str, licence: str | None) -> ModelCard:

@@ -1,5 +1,7 @@
 """The program `export`: exit statuses, and uploads to a Hub on this machine."""
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub import constants
 
@@ -90,6 +92,19 @@ def test_a_malformed_name_is_refused(run, tmp_path, capsys, name):
 def test_private_needs_push(run, tmp_path, capsys):
     assert main([run, "--to", str(tmp_path / "out"), "--private"]) == 2
     assert "--private is given without --push" in capsys.readouterr().err
+
+
+def test_a_bucket_is_no_place_for_an_export(run, capsys):
+    assert main([run, "--to", "gs://bucket/export"]) == 2
+    assert "--to is gs://bucket/export, but an export is a local folder" in capsys.readouterr().err
+
+
+def test_the_working_folder_can_be_the_export(run, tmp_path, monkeypatch):
+    (tmp_path / "agent").mkdir()
+    monkeypatch.chdir(tmp_path / "agent")
+    assert main([run, "--to", "."]) == 0
+    assert Path("README.md").exists(), "the folder itself is not replaced"
+    assert "# agent\n" in (tmp_path / "agent" / "README.md").read_text()
 
 
 def test_adapter_and_merge_exclude_each_other(run, tmp_path, capsys):
