@@ -6,7 +6,8 @@ folder is a local path, too.
 
 The files are in the standard cache of huggingface_hub, which also reads HF_HOME, HF_TOKEN,
 HF_ENDPOINT and HF_HUB_OFFLINE, and shows the progress of a download. It locks each file, so that
-several processes on one host download it once. Pickled weights are never downloaded.
+several processes on one host download it once. Pickled weights are never downloaded. Version 1 of
+huggingface_hub uses httpx, and version 2 httpx2; `HTTPError` is that of the version at hand.
 
 A name without a revision, or with a commit, is taken from the cache if the cache has all of its
 files. The Hub is then not asked. A branch or a tag is asked for again each time.
@@ -137,13 +138,12 @@ def commit_of(name: str | os.PathLike[str] | None) -> str | None:
 
 def readme_of(repository: str, commit: str) -> str:
     """Return the model card of a model; empty if it has none, or the Hub cannot be reached."""
-    import httpx
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     try:
         file = huggingface_hub.hf_hub_download(repository, "README.md", revision=commit)
-    except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError):
+    except (EntryNotFoundError, HTTPError, OSError):
         return ""
     return Path(file).read_text(errors="replace")
 
@@ -213,10 +213,9 @@ class _Request:
 
     def _downloaded(self, revision: str | None) -> Path:
         """Download the files that the cache lacks, and return the folder. Raises UserError."""
-        import httpx
         from huggingface_hub.errors import (
             GatedRepoError,
-            HfHubHTTPError,
+            HTTPError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
             RevisionNotFoundError,
@@ -242,7 +241,7 @@ class _Request:
                 "Face Hub: choose a branch, a tag or a commit that is listed at "
                 f"{_address(name)}/commits/main"
             ) from error
-        except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        except (HTTPError, LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise UserError(
                     f"the download of {name} cannot be written to {_cache()} ({error.strerror}): "

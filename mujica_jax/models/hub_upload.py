@@ -15,6 +15,7 @@ def check_upload(name: str) -> None:
     Raises UserError if the name is malformed, there is no token, or the Hub may not be asked.
     """
     import huggingface_hub
+    from huggingface_hub import constants
 
     match = HUB_NAME.fullmatch(name)
     if match is None or match["revision"]:
@@ -22,14 +23,14 @@ def check_upload(name: str) -> None:
             f"--push is {name!r}, which is not the name of a model at the Hugging Face Hub: write "
             f"OWNER/NAME, as in {EXAMPLE}"
         )
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"--push is {name}, but HF_HUB_OFFLINE is set: unset it, or leave --push out and "
             f"upload the folder later with `hf upload {name} DIR`"
         )
     if huggingface_hub.get_token() is None:
         raise UserError(
-            f"--push is {name}, but there is no token for {huggingface_hub.constants.ENDPOINT}: "
+            f"--push is {name}, but there is no token for {constants.ENDPOINT}: "
             "set HF_TOKEN to a token that may write, or run `hf auth login`"
         )
 
@@ -40,19 +41,19 @@ def upload_folder(folder: Path, name: str, *, private: bool) -> str:
     The model is made if it does not exist. `private` matters only for a new one. Raises UserError
     if the upload fails. The folder stays as it is.
     """
-    import httpx
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
 
     api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(name, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export of mujica_jax")
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise UserError(
-            f"the upload to {name} failed ({huggingface_hub.constants.ENDPOINT}: {reason}): check "
+            f"the upload to {name} failed ({constants.ENDPOINT}: {reason}): check "
             "the connection and that your token may write to this model, then run `hf upload "
             f"{name} {folder}`"
         ) from error
