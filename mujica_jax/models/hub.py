@@ -6,8 +6,7 @@ folder is a local path, too.
 
 The files are in the standard cache of huggingface_hub, which also reads HF_HOME, HF_TOKEN,
 HF_ENDPOINT and HF_HUB_OFFLINE, and shows the progress of a download. It locks each file, so that
-several processes on one host download it once. Pickled weights are never downloaded. Version 1 of
-huggingface_hub uses httpx, and version 2 httpx2; `HTTPError` is that of the version at hand.
+several processes on one host download it once. Pickled weights are never downloaded.
 
 A name without a revision, or with a commit, is taken from the cache if the cache has all of its
 files. The Hub is then not asked. A branch or a tag is asked for again each time.
@@ -139,11 +138,11 @@ def commit_of(name: str | os.PathLike[str] | None) -> str | None:
 def readme_of(repository: str, commit: str) -> str:
     """Return the model card of a model; empty if it has none, or the Hub cannot be reached."""
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
         file = huggingface_hub.hf_hub_download(repository, "README.md", revision=commit)
-    except (EntryNotFoundError, HTTPError, OSError):
+    except (EntryNotFoundError, http_error(), OSError):
         return ""
     return Path(file).read_text(errors="replace")
 
@@ -215,7 +214,6 @@ class _Request:
         """Download the files that the cache lacks, and return the folder. Raises UserError."""
         from huggingface_hub.errors import (
             GatedRepoError,
-            HTTPError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
             RevisionNotFoundError,
@@ -241,7 +239,7 @@ class _Request:
                 "Face Hub: choose a branch, a tag or a commit that is listed at "
                 f"{_address(name)}/commits/main"
             ) from error
-        except (HTTPError, LocalEntryNotFoundError, OSError) as error:
+        except (http_error(), LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise UserError(
                     f"the download of {name} cannot be written to {_cache()} ({error.strerror}): "
@@ -266,6 +264,19 @@ class _Request:
             local_files_only=local_files_only,
         )
         return Path(folder)
+
+
+def http_error() -> type[Exception]:
+    """Return the class of all errors of HTTP requests that huggingface_hub makes.
+
+    It belongs to another package in each version: to httpx in version 1, and to httpx2 in version
+    2. The library's own errors are derived from it.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http_class = HfHubHTTPError.__bases__[0]
+    assert http_class.__name__ == "HTTPError", f"{http_class} is no base class of HTTP errors"
+    return http_class
 
 
 def _reason(error: Exception) -> str:

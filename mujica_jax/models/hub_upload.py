@@ -6,7 +6,7 @@ The token comes from HF_TOKEN, or from `hf auth login`.
 from pathlib import Path
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.hub import EXAMPLE, HUB_NAME
+from mujica_jax.models.hub import EXAMPLE, HUB_NAME, http_error
 
 
 def check_upload(name: str) -> None:
@@ -43,13 +43,12 @@ def upload_folder(folder: Path, name: str, *, private: bool) -> str:
     """
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
 
     api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(name, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export of mujica_jax")
-    except (HTTPError, OSError) as error:
+    except (http_error(), OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise UserError(

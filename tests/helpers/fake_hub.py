@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 from huggingface_hub import constants
 
 from mujica_jax.models import hub
@@ -94,7 +95,8 @@ def _handler(fake: FakeHub) -> type[BaseHTTPRequestHandler]:
             fake.requests.append(f"{self.command} {path}")
             parts = path.split("/")
             if parts[:2] == ["api", "models"]:
-                name, action, revision = "/".join(parts[2:4]), parts[4], parts[5]
+                name = "/".join(parts[2:4])
+                action, revision = parts[4:6] if len(parts) > 4 else ("revision", "main")
                 commit = self.revision_of(name, revision)
                 if commit is None:
                     return
@@ -143,6 +145,11 @@ def _handler(fake: FakeHub) -> type[BaseHTTPRequestHandler]:
                 if wanted.get("private") or wanted.get("visibility") == "private":
                     fake.private.add(name)
                 self.answer_json({"url": f"{fake.address}/{name}"})
+                return
+            if path == "api/validate-yaml":
+                front_matter = json.loads(body)["content"].split("---")[1]
+                assert yaml.safe_load(front_matter)["pipeline_tag"] == "text-generation"
+                self.answer_json({"errors": [], "warnings": []})
                 return
             name = "/".join(parts[2:4])
             if parts[4] == "preupload":

@@ -54,7 +54,6 @@ def test_transformers_computes_the_same_logits_from_an_export(folder):
         [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
     token_ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert token_ids == Tokenizer.load(folder).encode_trusted(text)
     with torch.no_grad():
         theirs = model(torch.tensor([token_ids])).logits[0].numpy()
     ours = our_logits(folder, token_ids)
