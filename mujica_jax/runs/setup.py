@@ -31,7 +31,7 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics, import_wandb
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.runs import memory, phases
-from mujica_jax.runs.commits import record_commits, use_recorded_commits
+from mujica_jax.runs.commits import record_commits, recorded_commits, use_recorded_commits
 from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease
 from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
@@ -92,6 +92,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     start = _check(config, directory)
     store, progress = _open_directory(config, start.task, directory)
     record_commits(store)
+    for name, commit in recorded_commits(store).items():
+        progress.line(f"model {name} of the Hugging Face Hub: commit {commit}")
     with (
         trainer_lease(store, preemption),
         _open_metrics(config, store) as metrics,

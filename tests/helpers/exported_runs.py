@@ -45,6 +45,8 @@ def tokenizer_and_decoder() -> tuple[Tokenizer, Decoder]:
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=tuple(tokenizer.stop_token_ids),
         num_layers=2,
+        # vLLM's attention on CPUs has no smaller heads.
+        head_dim=32,
     )
     return tokenizer, filled_decoder(size)
 
