@@ -36,9 +36,9 @@ def environment() -> dict[str, Any]:
 
 def command() -> str:
     """Return the command that started this program, as a shell takes it."""
-    program, *words = sys.orig_argv
-    # A console command is run by Python, whose first argument is the command's own file.
-    if words and Path(words[0]).parent == Path(program).parent:
+    words = sys.orig_argv[1:]
+    # A console command is a file beside Python, which Python runs.
+    if words and Path(words[0]).parent == Path(sys.executable).parent:
         return shlex.join([Path(words[0]).name, *words[1:]])
     return shlex.join(["python", *words])
 
