@@ -25,12 +25,14 @@ class BaseOfCard:
         hub: Its name at the Hugging Face Hub; None if it is not known.
         commit: The commit at the Hub; None if it is not known.
         licence: Its licence; None if it is not known.
+        note: How it differs from the model at the Hub; empty if it does not.
     """
 
     name: str
     hub: str | None
     commit: str | None
     licence: str | None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,8 @@ class ModelCard:
         }
         if config.trainer.lora_rank:
             rows["LoRA"] = f"rank {config.trainer.lora_rank}, alpha {config.trainer.lora_alpha:g}"
+        if config.adapter is not None:
+            rows["first adapter"] = f"training continued from the adapter `{config.adapter}`"
         if self.revision is not None:
             rows["revision of mujica_jax"] = f"`{self.revision}`"
         lines = ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())]
@@ -166,6 +170,8 @@ class ModelCard:
             words += f", commit `{base.commit}`"
         if base.name != base.hub:
             words += f", given as `{base.name}`"
+        if base.note:
+            words += f" ({base.note})"
         return words
 
     def _scores(self) -> str:
@@ -189,13 +195,17 @@ class ModelCard:
     def _use(self) -> str:
         """Return two examples: with mujica_jax, and with transformers or PEFT."""
         if self.form == "adapter":
-            base = "BASE" if self.base is None else self.base.name
-            model = f"--init {base} --adapter {self.name}"
+            assert self.base is not None, "adapters are trained on a model"
+            model = f"--init {self.base.name} --adapter {self.name}"
+            arguments = repr(self.base.hub or self.base.name)
+            if self.base.commit is not None:
+                arguments += f", revision={self.base.commit!r}"
             python = [
-                "from peft import AutoPeftModelForCausalLM",
-                "from transformers import AutoTokenizer",
+                "from peft import PeftModel",
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
                 "",
-                f"model = AutoPeftModelForCausalLM.from_pretrained({self.name!r})",
+                f"base = AutoModelForCausalLM.from_pretrained({arguments})",
+                f"model = PeftModel.from_pretrained(base, {self.name!r})",
             ]
             configuration = ""
         else:

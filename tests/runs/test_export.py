@@ -106,6 +106,8 @@ def test_the_card_names_command_method_data_and_licence(lora_run):
     assert "| data set | `tiny_world`, environment `graph` |" in card
     assert "| LoRA | rank 2, alpha 4 |" in card
     assert "python -m mujica_jax.eval --init smollm2 --adapter someone/agent" in card
+    assert "from_pretrained('HuggingFaceTB/SmolLM2-135M-Instruct')\n" in card
+    assert "PeftModel.from_pretrained(base, 'someone/agent')\n" in card
     assert "apache-2.0, the licence of the base model." in card
 
 
