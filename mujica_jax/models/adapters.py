@@ -38,6 +38,7 @@ from mujica_jax.models.layers import Weight, projections
 from mujica_jax.models.lora import add_product
 from mujica_jax.models.sharding import on_host
 from mujica_jax.models.tensors import PICKLED, open_file
+from mujica_jax.storage.local import share_files
 
 TENSORS_FILE = "adapter_model.safetensors"
 
@@ -75,27 +76,40 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
     return tensors
 
 
-def save_adapter(
-    tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str
-) -> None:
-    """Write the folder of an adapter.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The model that an adapter was trained on.
 
-    `tensors` comes from `adapter_tensors`. `base` is the fingerprint of the decoder that the
-    adapter was trained on, and `name` is the user's name for this decoder.
+    Attributes:
+        fingerprint: The fingerprint of its weights.
+        name: The user's name for it: a folder, or the name of a model at the Hugging Face Hub.
+        revision: The commit of a model at the Hub. None: the name is a folder.
     """
+
+    fingerprint: str
+    name: str
+    revision: str | None = None
+
+
+def save_adapter(
+    tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: BaseModel
+) -> None:
+    """Write the folder of an adapter. `tensors` comes from `adapter_tensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / TENSORS_FILE, metadata={"format": "pt"})
     rank = next(values.shape[0] for key, values in tensors.items() if ".lora_A." in key)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
-        "base_fingerprint": base,
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
+        "base_fingerprint": base.fingerprint,
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": sorted({key.split(".")[-3] for key in tensors}),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+    share_files(folder)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

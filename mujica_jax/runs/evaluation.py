@@ -680,7 +680,7 @@ def _write_io_statistics(run: Run, phase: Phase) -> None:
 def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
     """Store a phase's scores, predictions and greedy trajectories in the run directory."""
     stem = f"eval/{phase.name.replace(' ', '-')}"
-    run.store.write_json_once(f"{stem}.json", scores.summary())
+    run.store.write_json_once(f"{stem}.json", {"policy": phase.step, **scores.summary()})
     run.store.create(f"{stem}.predictions.jsonl", scores.predictions())
     run.store.create(f"{stem}.parquet", shards.encode(scores.greedy.trajectories))
 

@@ -16,6 +16,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
+from mujica_jax.models.hub import EXAMPLE, why_local
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import open_checkpoint
 from mujica_jax.runtime import distributed
@@ -51,7 +52,9 @@ class StartingModel:
 
 
 def open_model(directory_or_file: str | Path, dtype: str) -> StartingModel:
-    """Open a Hugging Face checkpoint or a GGUF file. The model computes in `dtype`.
+    """Open a Hugging Face checkpoint, by its folder or name, or a GGUF file.
+
+    The model computes in `dtype`.
 
     Raises UserError if there is no such checkpoint, or if the tokenizer has token ids that the
     model does not embed.
@@ -61,8 +64,9 @@ def open_model(directory_or_file: str | Path, dtype: str) -> StartingModel:
     )
     if not Path(directory).is_dir():
         raise UserError(
-            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, "
-            f"with config.json, tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
+            f"there is no directory {directory}{why_local(directory_or_file)}: give the folder of "
+            "a Hugging Face checkpoint, with config.json, tokenizer.json and *.safetensors, a name "
+            f"such as {EXAMPLE}, a GGUF file, or {SMOLLM2}"
         )
     tokenizer = Tokenizer.load(directory)
     decoder, load = open_checkpoint(directory, dtype=dtype)

@@ -25,13 +25,13 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.metrics import Rule
 from mujica_jax.models.adapters import Adapter, read_adapter
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.hub import model_folder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
 from mujica_jax.retrieval.embedding.similarity import find_similarity
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.rewards.reward import STAGED, Correctness, RewardFunction, find_reward
-from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import EnvironmentKind, Task
 
 
@@ -194,7 +194,8 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     if config.adapter is None:
         return None
     trainer = config.trainer
-    adapter = read_adapter(decoder, local_folder(config.adapter))
+    folder = model_folder(config.adapter, setting="--adapter")
+    adapter = read_adapter(decoder, folder)
     rank, alpha = adapter.rank_and_alpha()
     if rank != trainer.lora_rank or not math.isclose(alpha, trainer.lora_alpha, rel_tol=1e-4):
         raise UserError(

@@ -13,6 +13,8 @@ from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.config.stored import to_dict
 from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
+from mujica_jax.models.hub import commit_of, hub_name, model_folder, why_local
+from mujica_jax.runs.commits import use_recorded_commits
 from mujica_jax.runtime.provenance import differences
 from mujica_jax.storage.manifest import json_object
 from mujica_jax.storage.run_directory import RunPath, local_folder, run_path
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
 # The end of error messages about --checkpoint.
 WANTED = (
-    "give --checkpoint a run directory; or give it a Hugging Face directory, a GGUF file or "
-    "smollm2, together with a configuration"
+    "give --checkpoint a run directory; or give it a Hugging Face directory or name, a GGUF file "
+    "or smollm2, together with a configuration"
 )
 _INIT = re.compile("--init(=|$)")
 
@@ -150,15 +152,21 @@ def init_as_checkpoint(words: Sequence[str]) -> list[str]:
     ]
 
 
-def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
+def find_policy(
+    checkpoint: str, *, policy: int | None, adapter: str | None, setting: str = "--checkpoint"
+) -> SavedPolicy:
     """Find the policy that `--checkpoint`, `--policy` and `--adapter` name.
 
-    If the policy is from a run, its files are compared with their checksums. Raises UserError if
-    there is no such policy.
+    If the policy is from a run, its files are compared with their checksums. Error messages about
+    downloads name `setting` in place of `--checkpoint`. Raises UserError if there is no such
+    policy.
     """
-    folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
+    if is_converted(checkpoint) or hub_name(checkpoint):
+        folder = checkpoint_folder(checkpoint, setting=setting)
+    else:
+        folder = run_path(checkpoint)
     if not folder.is_dir():
-        raise UserError(f"there is no directory {folder}: {WANTED}")
+        raise UserError(f"there is no directory {folder}{why_local(checkpoint)}: {WANTED}")
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is an adapter: use --adapter {folder}, and give --init the checkpoint that "
@@ -177,11 +185,11 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
     adapter_folder = None
     if adapter:
         name = f"{checkpoint} with {adapter}"
-        adapter_folder = local_folder(adapter)
+        adapter_folder = model_folder(adapter, setting="--adapter")
     return SavedPolicy(
         name=name,
         model=local_folder(folder),
-        place=str(folder),
+        place=model_place(checkpoint, folder),
         version=0,
         run=None,
         adapter=adapter_folder,
@@ -200,6 +208,7 @@ def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) ->
             "or leave --adapter out"
         )
     store = Store(folder)
+    use_recorded_commits(store)
     version = max(store.policies(), default=None) if policy is None else policy
     if version is None:
         raise UserError(f"{folder} has no policy yet: continue the run until its warm-up is done")
@@ -210,6 +219,14 @@ def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) ->
         version=version,
         run=folder,
     )
+
+
+def model_place(checkpoint: str, folder: RunPath) -> str:
+    """Return where a model comes from: its folder, or its name at the Hub with its commit."""
+    name = hub_name(checkpoint)
+    if name is None:
+        return str(folder)
+    return str(dataclasses.replace(name, revision=commit_of(checkpoint)))
 
 
 def is_run(folder: RunPath) -> bool:

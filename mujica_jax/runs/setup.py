@@ -40,6 +40,7 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics, import_wandb
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.runs import memory, phases
+from mujica_jax.runs.commits import record_commits, recorded_commits, use_recorded_commits
 from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease
 from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
@@ -102,8 +103,13 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     The configuration is checked before a new directory is made, because the directory stores the
     configuration that it was started with. The metrics files are closed when the block ends.
     """
+    if (directory / CONFIG).exists():
+        use_recorded_commits(Store(directory))
     start = _check(config, directory)
     store, progress = _open_directory(config, start.task, directory)
+    record_commits(store)
+    for name, commit in recorded_commits(store).items():
+        progress.line(f"model {name} of the Hugging Face Hub: commit {commit}")
     with (
         trainer_lease(store, preemption),
         _open_metrics(config, store) as metrics,
@@ -261,6 +267,7 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
     one must be committed.
     """
     use_compilation_cache()
+    use_recorded_commits(store)
     own_devices = dataclasses.replace(
         config.trainer,
         data_parallel_size=1,

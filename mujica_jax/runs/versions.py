@@ -15,12 +15,14 @@ from flax import nnx
 from mujica_jax.config.stored import to_dict
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.models.adapters import (
+    BaseModel,
     adapter_tensors,
     fingerprint,
     save_adapter,
     trained_adapters,
 )
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.hub import commit_of
 from mujica_jax.models.weights import gather_checkpoint, open_checkpoint, save_checkpoint
 from mujica_jax.runs import phases
 from mujica_jax.runs.parts import use_weights
@@ -130,8 +132,11 @@ def _write_adapter(run: Run, directory: Path, adapters: Mapping[str, np.ndarray]
         adapters,
         directory,
         alpha=run.config.trainer.lora_alpha,
-        base=run.base_fingerprint,
-        name=str(run.config.init),
+        base=BaseModel(
+            fingerprint=run.base_fingerprint,
+            name=str(run.config.init).partition("@")[0],
+            revision=commit_of(run.config.init),
+        ),
     )
     (directory / CONFIG).write_text(config + "\n")
 

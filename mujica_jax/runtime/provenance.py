@@ -1,4 +1,4 @@
-"""Describe the software of a run: versions of packages and the git revision of this program.
+"""Describe the program of a run: its command, its git revision and the versions of packages.
 
 A run stores this together with its configuration when it starts. When the run is resumed, the
 stored values are compared with the current ones.
@@ -6,7 +6,9 @@ stored values are compared with the current ones.
 
 import importlib.metadata
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,15 @@ def environment() -> dict[str, Any]:
         "packages": versions,
         "git_revision": git_revision(),
     }
+
+
+def command() -> str:
+    """Return the command that started this program, as a shell takes it."""
+    words = sys.orig_argv[1:]
+    # A console command is a file beside Python, which Python runs.
+    if words and Path(words[0]).parent == Path(sys.executable).parent:
+        return shlex.join([Path(words[0]).name, *words[1:]])
+    return shlex.join(["python", *words])
 
 
 def git_revision() -> str | None:

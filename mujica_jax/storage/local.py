@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
@@ -53,6 +54,8 @@ NOT_SUPPORTED = (
     errno.EBADF,
     errno.ENOLCK,
 )
+# Permissions of a private temporary file.
+PRIVATE = 0o600
 # Name of the file in a folder that writers lock.
 LOCK = ".lock"
 # Errors that only a disk can cause. They are recognised by their text as well.
@@ -110,11 +113,25 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
         folder.mkdir(parents=True)
         try:
             write(folder)
+            share_files(folder)
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def share_files(folder: Path) -> None:
+    """Give private files in a folder the permissions of new files, which follow from the umask.
+
+    Some libraries write a file under a temporary name first, and then only its owner may read it.
+    safetensors is one of them.
+    """
+    with beside(folder / "permissions") as probe, open(probe, "xb") as file:
+        usual_permissions = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) == PRIVATE:
+            path.chmod(usual_permissions)
 
 
 def names(root: Path, prefix: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The class `Store`: the run directory with its files, and the rules that say which are valid.
 
-    config.json                      configuration, git revision, versions of packages
+    config.json                      configuration, command, git revision, versions of packages
+    models/                          commits of models of the Hugging Face Hub (`runs/commits.py`)
     questions.json                   counts and checksums of questions, and what is searched
     metrics.jsonl                    one line for each event, append-only (`report/metrics_log.py`)
     tokenizer/                       tokenizer of a new model; its file COMMITTED is written last
@@ -84,7 +85,8 @@ def open_run(
     # Bring the configuration into the form that JSON reads back, with lists in place of tuples.
     new_config = json.loads(json.dumps(config, allow_nan=False))
     if not store.exists(CONFIG):
-        store.write_json_once(CONFIG, {"config": new_config, **provenance.environment()})
+        facts = {"command": provenance.command(), **provenance.environment()}
+        store.write_json_once(CONFIG, {"config": new_config, **facts})
     stored_config = with_new_keys(store.read_json(CONFIG).get("config", {}), new_config)
     stored_config = _with_unset_settings(stored_config, new_config)
     differences = provenance.differences(stored_config, new_config, ignore)

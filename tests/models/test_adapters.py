@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.adapters import (
+    BaseModel,
     adapter_tensors,
     fingerprint,
     save_adapter,
@@ -43,7 +44,9 @@ def trained(plain) -> Decoder:
 def folder(plain, trained, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("adapter")
     tensors = adapter_tensors(plain, trained_adapters(nnx.state(trained)))
-    save_adapter(tensors, target, alpha=ALPHA, base=fingerprint(plain), name="base")
+    save_adapter(
+        tensors, target, alpha=ALPHA, base=BaseModel(fingerprint=fingerprint(plain), name="base")
+    )
     return target
 
 

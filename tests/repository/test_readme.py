@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
-from mujica_jax.commands import ask, conversations, index, plan, sample, serve
+from mujica_jax.commands import ask, conversations, export, index, plan, sample, serve
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.commands.main import COMMANDS as PROGRAMS
 from mujica_jax.commands.train import DEFAULT_CONFIG
@@ -224,6 +224,7 @@ CHECKED = (
     "ask",
     "sample",
     "conversations",
+    "export",
     "index",
     "serve",
     "plan",
@@ -347,6 +348,11 @@ def test_the_arguments_of_plan_are_taken(command, monkeypatch):
     options = plan.parse(command.words)
     for target in plan.targets_of(options):
         check(plan.with_mesh(options, target))
+
+
+@pytest.mark.parametrize("command", started("export"), ids=ids_of(started("export")))
+def test_the_arguments_of_export_are_taken(command):
+    assert export._parser().parse_args(command.words).to
 
 
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))

@@ -30,6 +30,7 @@ from mujica_jax.methods.evipath.teacher import Teacher
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, GoldPassage, Question
 from mujica_jax.retrieval.embedding.similarity import find_similarity
+from mujica_jax.runs.commits import record_commits
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import Checkpoint, SavedPolicy, find_policy, read_object
 from mujica_jax.runs.run import Run, method_of
@@ -99,8 +100,10 @@ def _find_own_policy(run: Run) -> Callable[[], Author]:
 def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
     """Find a second checkpoint, check that it can teach, and return a function that opens it."""
     policy = distributed.primary_first(
-        "the teacher", lambda: find_policy(name, policy=None, adapter=None)
+        "the teacher",
+        lambda: find_policy(name, policy=None, adapter=None, setting="--method.teacher-checkpoint"),
     )
+    record_commits(run.store)
     _check_trained_agent(run, policy)
     trained_prompt = None
     if policy.run is not None:

