@@ -190,7 +190,9 @@ def _embedding_table(name: str, rows: int, hidden: int, *, hugging_face: str) ->
     return _whole(name, (rows, hidden), f"embeddings.{hugging_face}_embeddings.weight")
 
 
-def dense_weights(name: str, inputs: int, outputs: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+def dense_weights(
+    name: str, inputs: int, outputs: int, *, hugging_face: str
+) -> tuple[Weight, Weight]:
     """Return the kernel [inputs, outputs] and the bias [outputs] of a dense layer."""
     kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{hugging_face}.weight", inputs=1)
     bias = _whole(f"{name}_bias", (outputs,), f"{hugging_face}.bias", initializer="zeros")

@@ -11,18 +11,20 @@ The world has four parts: train, demonstrations, dev and test. No entity is in t
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import cast
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import KNOWN, UNKNOWN, Entity, Evidence, GoldPassage, Question
+from mujica_jax.retrieval.reranker import Reranker
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.passages import reranker_of
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
@@ -196,8 +198,15 @@ class TinyWorld:
             )
             for number, label in enumerate(world_part.labels)
         ]
-        retriever = IndexRetriever(Bm25Index(passages, "default"), inline=True)
+        retriever = IndexRetriever(
+            Bm25Index(passages, "default"), inline=True, reranker=self._reranker
+        )
         return TextEnvironment(retriever, self.config.top_k)
+
+    @cached_property
+    def _reranker(self) -> Reranker | None:
+        """The reranker of all parts."""
+        return reranker_of(self.config)
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
         """Return the part and the number of the entity with this key, or None for other keys."""

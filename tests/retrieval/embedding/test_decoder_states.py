@@ -93,9 +93,7 @@ def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
     sample = texts(30, longest=40)
     together = embedder.embed(sample, "query")
     for place in (0, 7, 29):
-        np.testing.assert_array_equal(
-            together[place], embedder.embed([sample[place]], "query")[0]
-        )
+        np.testing.assert_array_equal(together[place], embedder.embed([sample[place]], "query")[0])
 
 
 def test_a_checkpoint_with_its_output_head_is_read_without_it(folder, tmp_path):
@@ -131,7 +129,9 @@ def test_a_decoder_without_pooling_is_refused(folder, tmp_path):
 def test_an_unknown_pooling_is_refused_with_the_known_ones(folder, tmp_path):
     path = shutil.copytree(folder, tmp_path / "model")
     write_pooling(path, {"pooling_mode_weightedmean_tokens": True})
-    with pytest.raises(UserError, match=r"pooling_mode_weightedmean_tokens.*pooling_mode_lasttoken"):
+    with pytest.raises(
+        UserError, match=r"pooling_mode_weightedmean_tokens.*pooling_mode_lasttoken"
+    ):
         embedder_config(path)
 
 
