@@ -57,13 +57,15 @@ class _Search:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Scored:
     """The scores of the passages of one search."""
 
     scores: list[float]
     # This search's share of the time of its batch.
     seconds: float
+    # Whether a retriever has counted these scores. Equal searches share them.
+    is_counted: bool = False
 
 
 class Reranker(Counted):
@@ -118,7 +120,9 @@ class Reranker(Counted):
             return best_places(cached_scores, k)
 
         scored = await self._batcher.ask(search, 0)
-        counted.count(reranked=len(passages), rerank_seconds=scored.seconds)
+        if not scored.is_counted:
+            scored.is_counted = True
+            counted.count(reranked=len(passages), rerank_seconds=scored.seconds)
         return best_places(scored.scores, k)
 
     async def check(self) -> None:

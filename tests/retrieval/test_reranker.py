@@ -4,6 +4,7 @@ index, a service and a server of another project.
 
 import asyncio
 import json
+import re
 import threading
 
 import numpy as np
@@ -70,7 +71,8 @@ class LargestNumber:
         self.batches.append(list(pairs))
         if self.fault is not None:
             raise self.fault
-        return np.array([float(text.split()[1]) for _, text in pairs], np.float32)
+        numbers = [re.search(r"\d+", text) for _, text in pairs]
+        return np.array([int(number[0]) if number else -1 for number in numbers], np.float32)
 
 
 def reranker(model: LargestNumber, candidates: int = 4, **options) -> Reranker:
@@ -111,7 +113,7 @@ def test_searches_that_arrive_together_are_scored_together_and_equal_ones_once()
     model = LargestNumber()
     shared = reranker(model)
     # Two retrievers with one reranker, as the questions of the distractor setting have.
-    retrievers = [IndexRetriever(InOrder(), reranker=shared) for _ in range(2)]
+    retrievers = [IndexRetriever(InOrder(), inline=True, reranker=shared) for _ in range(2)]
 
     async def play():
         return await asyncio.gather(
@@ -221,7 +223,7 @@ def test_a_client_reranks_what_the_server_of_another_project_finds():
 def test_more_candidates_than_a_service_gives_are_refused():
     with (
         app_served(make_app(IndexRetriever(InOrder()), "exact")) as url,
-        pytest.raises(UserError, match="takes 1001 candidates, but .* at most 1000 passages"),
+        pytest.raises(UserError, match=r"takes 1001 candidates, but .* at most 1000 passages"),
     ):
         open_remote(url, "dense", 2, reranker(LargestNumber(), candidates=1001))
 

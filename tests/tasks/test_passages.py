@@ -91,7 +91,10 @@ def test_an_embedder_is_refused(questions, tmp_path):
 
 def test_the_passages_of_the_tiny_world_are_reranked(model):
     config = dataclasses.replace(
-        small_world(20, 10, 10).config, environment="text", reranker=model, rerank_candidates=7
+        small_world(20, 10, 10, facts=4).config,
+        environment="text",
+        reranker=model,
+        rerank_candidates=7,
     )
     task = tiny_world.build(config)
     question = task.questions("dev")[0]
