@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.embedding.find import HUB_NAME, find_folder, hashes_of_files
+from mujica_jax.retrieval.embedding.find import find_folder, hashes_of_files
 
 if TYPE_CHECKING:
     from mujica_jax.retrieval.embedding.cross_encoder import CrossEncoder
@@ -51,7 +51,8 @@ def find_cross_encoder(name: str) -> CrossEncoderFolder:
     """Find a cross-encoder by its name. Raises UserError if it is not found or not supported."""
     from mujica_jax.retrieval.embedding.cross_encoder import check_cross_encoder, max_pair_tokens
 
-    if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
+    has_owner = name.count("/") == 1 and not name.startswith("/")
+    if not Path(name).is_dir() and not has_owner:
         raise UserError(
             f"the reranker {name!r} is not a folder: give the folder of a cross-encoder, or a "
             "Hugging Face name such as cross-encoder/ms-marco-MiniLM-L6-v2"
