@@ -47,6 +47,7 @@ from mujica_jax.config.schema import (
     MujicaConfig,
     MygoConfig,
     PassageSearch,
+    Reranking,
     PretrainingConfig,
     ProfileConfig,
     RemoteConfig,
@@ -123,6 +124,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
     PassageSearch: ("config",),
+    Reranking: ("config",),
 }
 SECTIONS |= {
     kind: ("config", "_config", "limits", "agent")
