@@ -48,6 +48,9 @@ from mujica_jax.retrieval.embedding.token_batches import (
 # The longest pair of query and passage, in tokens. Longer passages are cut. Checkpoints that read
 # longer texts were trained on pairs of at most this length.
 MAX_PAIR_TOKENS = 1024
+# Lengths to which pairs are padded, in tokens. They are fewer than those of texts, because the pairs
+# of a few queries should fill whole batches.
+PAIR_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # The number of tokens in a batch is divided by this. The pairs of one query fill a few batches.
 BATCH_DIVISOR = 4
 # Tensors of a checkpoint that are not loaded: a buffer.
@@ -155,7 +158,7 @@ class CrossEncoder:
         # This is what transformers does with `truncation=True`: the longer text is cut, which is
         # the passage unless the query fills half of the pair.
         self._tokenizer.enable_truncation(self.max_tokens, strategy="longest_first")
-        self._batching = Batching(self.max_tokens)
+        self._batching = Batching(self.max_tokens, lengths=PAIR_LENGTHS)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Float[np.ndarray, " pairs"]:
         """Return the scores of pairs of a query and a passage, in float32.
@@ -165,7 +168,7 @@ class CrossEncoder:
         """
         encodings = self._encode(pairs)
         ids = [encoding.ids for encoding in encodings]
-        # Positions of the second text. RoBERTa has one type only.
+        # The second text of a pair has type 1. RoBERTa has one type only.
         has_types = self._scorer.config.type_vocab_size > 1
         types = [encoding.type_ids if has_types else [] for encoding in encodings]
 

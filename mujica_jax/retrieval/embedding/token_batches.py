@@ -66,12 +66,14 @@ class Batch:
 class Batching:
     """The shapes of the batches of one model."""
 
-    def __init__(self, max_tokens: int, mesh: Mesh | None = None) -> None:
-        """Plan batches of texts of at most `max_tokens` tokens.
+    def __init__(
+        self, max_tokens: int, mesh: Mesh | None = None, *, lengths: Sequence[int] = LENGTHS
+    ) -> None:
+        """Plan batches of texts of at most `max_tokens` tokens, padded to one of `lengths`.
 
         With a `mesh`, the number of rows is a multiple of the size of its `data` axis.
         """
-        shorter_lengths = [length for length in LENGTHS if length < max_tokens]
+        shorter_lengths = [length for length in lengths if length < max_tokens]
         self._lengths = (*shorter_lengths, max_tokens)
         self._data_size = 1 if mesh is None else mesh.shape["data"]
 
