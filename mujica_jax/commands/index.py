@@ -33,10 +33,11 @@ from typing import Any
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.program_help import program_name
-from mujica_jax.config.tasks import DEFAULT_EMBEDDER
+from mujica_jax.config.tasks import DEFAULT_CANDIDATES, DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.report.progress import Progress
 from mujica_jax.retrieval.embedding.find import find_embedder
+from mujica_jax.retrieval.embedding.find_cross_encoder import find_cross_encoder
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.estimates import estimate_corpus, estimate_graph
 from mujica_jax.retrieval.graph import index as graphs
@@ -45,6 +46,7 @@ from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
 from mujica_jax.retrieval.graph.files import GraphSpec, is_table
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.manifest import AUTO, RECALL
+from mujica_jax.retrieval.reranker import RerankedIndex, check_candidates, open_reranker
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text import index as indexes
@@ -327,13 +329,23 @@ def serve(arguments: argparse.Namespace) -> None:
             f"--task.index sparql+http://HOST:{arguments.port}/query"
         )
 
+    candidates = _candidates(arguments)
     server_socket = open_port(arguments.host, arguments.port)
     with contextlib.closing(server_socket):
-        index = _open_index(arguments)
+        index = _open_first_stage(arguments)
+        reranker = None
+        if arguments.reranker is not None:
+            reranker = open_reranker(
+                arguments.reranker,
+                candidates,
+                deadline_seconds=arguments.deadline_seconds,
+                max_waiting=arguments.max_waiting,
+            )
         cache = None if kind == "bm25" else SearchCache(cache_folder("searches"), index.version)
         retriever = IndexRetriever(
             index,
             cache=cache,
+            reranker=reranker,
             max_waiting=arguments.max_waiting,
             deadline_seconds=arguments.deadline_seconds,
         )
@@ -341,7 +353,7 @@ def serve(arguments: argparse.Namespace) -> None:
         serve_until_told(
             make_app(retriever, kind),
             server_socket,
-            f"serving {arguments.index} (version {index.version}) at {address}",
+            f"serving {arguments.index} (version {retriever.version}) at {address}",
         )
     print(retriever.statistics.sentence(), flush=True)
 
@@ -366,6 +378,8 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
         "embeddings": is_dense,
         "devices": kind == "exact",
         "recall_target": kind not in ("bm25", "scann", GRAPH, AUTO),
+        "reranker": kind != GRAPH,
+        "rerank_candidates": kind != GRAPH,
     }
     unread_names = [
         name for name in is_read if not is_read[name] and getattr(arguments, name, None) is not None
@@ -458,6 +472,17 @@ def _graph_spec(arguments: argparse.Namespace) -> GraphSpec:
 
 
 def _open_index(arguments: argparse.Namespace) -> Index:
+    """Open the index of passages that a command names, with the reranker that it names."""
+    candidates = _candidates(arguments)
+    if arguments.reranker is None:
+        return _open_first_stage(arguments)
+    # Look for the reranker first: opening a large index takes longer.
+    cross_encoder = find_cross_encoder(arguments.reranker)
+    index = _open_first_stage(arguments)
+    return RerankedIndex(index, cross_encoder.load(), candidates=candidates)
+
+
+def _open_first_stage(arguments: argparse.Namespace) -> Index:
     """Open the index of passages that a command names."""
     return open_index(
         arguments.index,
@@ -465,6 +490,19 @@ def _open_index(arguments: argparse.Namespace) -> Index:
         prefixes=arguments.prefixes,
         recall_target=arguments.recall_target,
     )
+
+
+def _candidates(arguments: argparse.Namespace) -> int:
+    """Return the number of passages that are found for the reranker. Raises UserError."""
+    if arguments.rerank_candidates is None:
+        return DEFAULT_CANDIDATES
+    if arguments.reranker is None:
+        raise UserError(
+            f"--rerank-candidates is {arguments.rerank_candidates}, but there is no reranker: add "
+            "--reranker, or leave it out"
+        )
+    check_candidates(arguments.rerank_candidates)
+    return arguments.rerank_candidates
 
 
 async def _triples(
@@ -561,6 +599,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_embedder_flags(command_parser, default=f"default: {DEFAULT_EMBEDDER}")
     for command_parser in (recall_parser, query_parser, serve_parser):
         _add_embedder_flags(command_parser, default="default: the embedder of the build")
+        _add_reranker_flags(command_parser)
     for command_parser in (build_parser, recall_parser, query_parser, serve_parser):
         command_parser.add_argument(
             "--recall-target",
@@ -749,4 +788,21 @@ def _add_embedder_flags(parser: argparse.ArgumentParser, default: str) -> None:
         "--prefixes",
         choices=("none", "bge", "e5"),
         help="prefixes of queries and passages (default: chosen by the name of the embedder)",
+    )
+
+
+def _add_reranker_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the reranker."""
+    parser.add_argument(
+        "--reranker",
+        metavar="NAME",
+        help="cross-encoder that reranks what the index finds: a folder, or a Hugging Face name such "
+        "as cross-encoder/ms-marco-MiniLM-L6-v2 (default: no reranking)",
+    )
+    parser.add_argument(
+        "--rerank-candidates",
+        type=int,
+        metavar="N",
+        help="number of passages that the index finds for the reranker (default: "
+        f"{DEFAULT_CANDIDATES})",
     )

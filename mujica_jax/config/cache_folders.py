@@ -18,7 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder(
-    name: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"],
+    name: Literal[
+        "searches", "reranked", "compiled", "buckets", "checkpoints", "questions", "verdicts"
+    ],
 ) -> Path:
     """Return the cache folder of this name. The folder exists and can be written."""
     # An empty variable counts as unset.

@@ -33,6 +33,7 @@ from mujica_jax.config.schema import (
     TaskConfig,
     TrainerConfig,
 )
+from mujica_jax.config.tasks import DEFAULT_CANDIDATES, Reranking
 from mujica_jax.errors import UserError
 
 # Splash attention takes sequence lengths that are a multiple of this number of tokens.
@@ -65,6 +66,7 @@ def check(config: Config) -> None:
     check_plug_ins(config)
     _check_row_parts(config)
     check_own_passages(config.task)
+    check_reranker(config.task)
     check_profile(config.profile)
     _check_learning_rates(config)
     _check_documents(config)
@@ -208,6 +210,29 @@ def check_own_passages(task: TaskConfig) -> None:
                 f"task.{name} is {value}: set task.{name} to {required_value}, or task.setting to "
                 "open"
             )
+
+
+def check_reranker(task: TaskConfig) -> None:
+    """Check that a reranker has passages to rerank, and enough of them. Raises UserError."""
+    if not isinstance(task, Reranking):
+        return
+    if task.reranker is None:
+        if task.rerank_candidates != DEFAULT_CANDIDATES:
+            raise UserError(
+                f"task.rerank_candidates is {task.rerank_candidates}, but there is no reranker: add "
+                "--task.reranker, or leave out --task.rerank-candidates"
+            )
+        return
+    if task.environment == "graph":
+        raise UserError(
+            f"task.reranker is {task.reranker}, but task.environment is graph and a reranker orders "
+            "passages: leave out task.reranker, or set task.environment to text"
+        )
+    if task.rerank_candidates < task.top_k:
+        raise UserError(
+            f"task.rerank_candidates is {task.rerank_candidates}, but task.top_k is {task.top_k}: "
+            f"set task.rerank_candidates to more than {task.top_k}, or lower task.top_k"
+        )
 
 
 def check_profile(profile: ProfileConfig) -> None:

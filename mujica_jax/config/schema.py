@@ -39,7 +39,7 @@ from mujica_jax.config.methods import (
 from mujica_jax.config.methods import JudgeConfig as JudgeConfig
 from mujica_jax.config.methods import RemoteConfig as RemoteConfig
 from mujica_jax.config.renamed_fields import accept_old_names
-from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
+from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch, Reranking
 
 MIN_SEQUENCE_LENGTH = 2
 MAX_PORT = 65535
@@ -53,7 +53,7 @@ BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TinyWorldConfig:
+class TinyWorldConfig(Reranking):
     """The tiny world, a generated encyclopaedia. Train, dev and test share no entity."""
 
     # Task. `--task.kind NAME --help` shows the settings of another task.

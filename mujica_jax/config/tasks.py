@@ -13,11 +13,25 @@ from mujica_jax.config.bounds import Percent, PositiveFloat, PositiveInt
 STORED_WITHOUT = "stored_without"
 # The embedder of the Mujica-MyGO paper.
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"
+# Number of passages that the search gives to a reranker.
+DEFAULT_CANDIDATES = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PassageSearch:
-    """Settings of the search: the collection and the retriever."""
+class Reranking:
+    """Settings of the reranker of passages."""
+
+    # Over passages: cross-encoder that reranks what a search finds. A folder, or a Hugging Face name
+    # such as cross-encoder/ms-marco-MiniLM-L6-v2. None: no reranking.
+    reranker: str | None = None
+    # With a reranker: number of passages that the search finds for it. The top_k best of them are
+    # shown.
+    rerank_candidates: PositiveInt = DEFAULT_CANDIDATES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassageSearch(Reranking):
+    """Settings of the search: the collection, the retriever and the reranker."""
 
     # Fields of earlier releases, which a stored configuration may have.
     retired: ClassVar[tuple[str, ...]] = ("index_rows",)

@@ -1,4 +1,4 @@
-"""Batching of the queries of many agents to one index, service or endpoint.
+"""Batching of the queries of many agents to one index, service, endpoint or reranker.
 
 Queries that arrive together are answered in one batch. A query that several agents ask at the same
 time is answered once for all of them.
@@ -6,7 +6,7 @@ time is answered once for all of them.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from mujica_jax.retrieval.errors import RetrieverOverloadedError, RetrieverTimeoutError
@@ -15,16 +15,17 @@ from mujica_jax.retrieval.statistics import Counted
 # After the deadline, how long to wait for an answer that is already on its way.
 COLLECTION_SECONDS = 0.1
 
+# A text, or a text with the passages that are reranked for it.
+Query = TypeVar("Query", bound=Hashable)
 Result = TypeVar("Result")
-QueryAndK = tuple[str, int]
 
 
-class Batcher(Generic[Result]):
+class Batcher(Generic[Query, Result]):
     """A collector that puts queries into batches. Use it from one event loop at a time."""
 
     def __init__(
         self,
-        answer: Callable[[list[str], int], Awaitable[Sequence[Result]]],
+        answer: Callable[[list[Query], int], Awaitable[Sequence[Result]]],
         counted: Counted,
         *,
         max_queries: int,
@@ -49,13 +50,13 @@ class Batcher(Generic[Result]):
         self._late = late
         self._loop: asyncio.AbstractEventLoop | None = None
         # Queries that wait for a batch, in order of arrival.
-        self._waiting: dict[QueryAndK, asyncio.Future[Result]] = {}
+        self._waiting: dict[tuple[Query, int], asyncio.Future[Result]] = {}
         # Queries of running batches.
-        self._under_way: dict[QueryAndK, asyncio.Future[Result]] = {}
+        self._under_way: dict[tuple[Query, int], asyncio.Future[Result]] = {}
         # Tasks of running batches.
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def ask(self, query: str, k: int) -> Result:
+    async def ask(self, query: Query, k: int) -> Result:
         """Return the answer to one query.
 
         Raises RetrieverTimeoutError, RetrieverOverloadedError, and any error that `answer` raises.
@@ -84,7 +85,7 @@ class Batcher(Generic[Result]):
         raise RetrieverTimeoutError(self._late)
 
     def _enqueue(
-        self, query: str, k: int, loop: asyncio.AbstractEventLoop
+        self, query: Query, k: int, loop: asyncio.AbstractEventLoop
     ) -> "asyncio.Future[Result]":
         """Add a query to the queue. Raises RetrieverOverloadedError if the queue is full."""
         if len(self._waiting) >= self.max_waiting:
@@ -117,7 +118,7 @@ class Batcher(Generic[Result]):
         if not task.cancelled():
             self._start()
 
-    async def _run(self, batch: dict[QueryAndK, "asyncio.Future[Result]"], k: int) -> None:
+    async def _run(self, batch: dict[tuple[Query, int], "asyncio.Future[Result]"], k: int) -> None:
         """Answer a batch of queries, and set the results or the error in their futures."""
         try:
             results = await self._answer([query for query, _ in batch], k)

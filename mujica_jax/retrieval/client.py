@@ -6,7 +6,8 @@ time, it is sent once.
 A request is sent again after a transient error. Such an error is a busy or failing server, a broken
 connection, a timeout, or an answer that is not JSON or does not fit the request. If the request or
 its answer is too large for the service, the queries are sent in two halves. If the service refuses
-a request for any other reason, it is not sent again.
+a request for any other reason, it is not sent again. If there is a reranker (`reranker.py`), it
+chooses the results in this process, among more passages that the service finds.
 """
 
 import random
@@ -23,7 +24,8 @@ from mujica_jax.retrieval.errors import (
     RetrieverUnavailableError,
     as_retrieval_errors,
 )
-from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
+from mujica_jax.retrieval.reranker import Reranker
+from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, MAX_RESULTS, Health
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 
@@ -44,6 +46,10 @@ class RemoteRetriever(Counted):
     def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
+        # Set by `open_remote` and `open_protocol`, after the check of the service.
+        self.reranker: Reranker | None = None
+        # Number of passages in the index, if the service says it.
+        self.passages: int | None = None
         # The index version of the first answer. A later answer with another version is an error,
         # because results would change in the middle of a run.
         self.version: str | None = None
@@ -56,7 +62,7 @@ class RemoteRetriever(Counted):
         )
         self._policy = policy
         self._random = random.Random(0)
-        self._batcher = Batcher[list[Passage]](
+        self._batcher = Batcher[str, list[Passage]](
             self._answer,
             self,
             max_queries=MAX_REQUEST_QUERIES,
@@ -72,7 +78,15 @@ class RemoteRetriever(Counted):
     async def search(self, query: str, k: int) -> list[Passage]:
         """Return at most k passages, best first. Raises RetrievalError."""
         with self.counted_search():
-            return await self._batcher.ask(query, k)
+            if self.reranker is None:
+                return await self._batcher.ask(query, k)
+
+            candidates = self.reranker.candidates_for(k)
+            if self.passages is not None:
+                candidates = min(candidates, self.passages)
+            passages = await self._batcher.ask(query, candidates)
+            best = await self.reranker.best(query, passages, k, self)
+            return [passages[place] for place, _ in best]
 
     def check(self) -> Health:
         """Ask the service for its health once, without retries, and return it.
@@ -190,8 +204,10 @@ def _passages(hits: Any) -> list[Passage]:
     return [Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits]
 
 
-def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
-    """Connect to a retrieval service, check it, and return its retriever.
+def open_remote(
+    url: str, retriever: str, top_k: int, reranker: Reranker | None = None
+) -> RemoteRetriever:
+    """Connect to a retrieval service, check it, and return its retriever, with the `reranker`.
 
     `retriever` is the kind of retriever in the configuration. With "bm25" the service must serve a
     BM25 index, and with any other kind it must serve a dense index. The index must have at least
@@ -212,4 +228,11 @@ def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
             f"top_k is {top_k}, but the index at {url} has only {health.passages:,} passages: "
             "lower top_k"
         )
+    if reranker is not None and reranker.candidates_for(top_k) > MAX_RESULTS:
+        raise UserError(
+            f"the reranker takes {reranker.candidates_for(top_k)} candidates, but a retrieval "
+            f"service gives at most {MAX_RESULTS} passages for a query: lower rerank_candidates"
+        )
+    remote.reranker = reranker
+    remote.passages = health.passages
     return remote

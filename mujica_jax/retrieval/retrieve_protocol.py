@@ -20,6 +20,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval.client import POLICY, RemoteRetriever
 from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.retrieval.reranker import Reranker
 from mujica_jax.retrieval.text.corpus import Passage, split_contents
 
 # Number of results if a request does not set `topk`, as in Search-R1's server.
@@ -81,18 +82,21 @@ def _passage(hit: Any) -> Passage:
     return Passage(id=str(identifier), title=title, text=text)
 
 
-def open_protocol(url: str, top_k: int) -> ProtocolRetriever:
-    """Connect to a server with POST /retrieve, and return its retriever.
+def open_protocol(url: str, top_k: int, reranker: Reranker | None = None) -> ProtocolRetriever:
+    """Connect to a server with POST /retrieve, and return its retriever, with the `reranker`.
 
     One query checks that it answers in the form of the protocol. Raises UserError if it does not.
     """
     retriever = ProtocolRetriever(url)
+    probed_results = top_k if reranker is None else reranker.candidates_for(top_k)
     try:
-        asyncio.run(retriever.search(PROBE, top_k))
+        asyncio.run(retriever.search(PROBE, probed_results))
     except RetrievalError as error:
         raise UserError(
             f"task.retriever is http, but {url} does not answer POST /retrieve as Search-R1's "
             f"servers do ({error}): check --task.index, or set --task.retriever to bm25 or dense for "
             "the address of `python -m mujica_jax.index serve`"
         ) from error
-    return ProtocolRetriever(url)
+    opened = ProtocolRetriever(url)
+    opened.reranker = reranker
+    return opened

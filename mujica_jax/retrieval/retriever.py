@@ -2,7 +2,8 @@
 
 `Retriever` is the interface: an environment passes a query and gets passages back.
 `IndexRetriever` implements it with an index in this process, and stores results on disk if it gets
-a cache. `RemoteRetriever` (`client.py`) implements it with a retrieval service.
+a cache. `RemoteRetriever` (`client.py`) implements it with a retrieval service. Both can have a
+reranker (`reranker.py`), which orders the passages that the search finds.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from mujica_jax.retrieval.errors import (
     RetrieverTimeoutError,
     RetrieverUnavailableError,
 )
+from mujica_jax.retrieval.reranker import Reranker
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.statistics import Counted, RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Hits, Passage
@@ -30,6 +32,8 @@ from mujica_jax.retrieval.text.index import Index
 MAX_BATCH_QUERIES = 256
 # The query that the health check searches for.
 HEALTH_QUERY = "health"
+# The most results for one query of a retrieval service: the largest k.
+MAX_RESULTS = 1000
 # The largest answer of a retrieval service.
 MAX_ANSWER_BYTES = 64 * 2**20
 
@@ -66,7 +70,8 @@ class IndexRetriever(Counted):
 
     By default, searches run in a thread. With `inline`, they run in the event loop itself. This
     blocks the loop and has no deadline, so it is meant for an index that answers in a fraction of a
-    millisecond. In return, the order in which agents act does not depend on the clock.
+    millisecond. In return, the order in which agents act does not depend on the clock. A reranker
+    always works in a thread.
     """
 
     def __init__(
@@ -74,23 +79,26 @@ class IndexRetriever(Counted):
         index: Index,
         *,
         cache: SearchCache | None = None,
+        reranker: Reranker | None = None,
         inline: bool = False,
         deadline_seconds: float = 60.0,
         max_waiting: int = 4096,
     ) -> None:
         """Search `index`, and store results in `cache` if there is one.
 
-        At most `max_waiting` queries wait; further ones are refused. A query that is not answered
+        With a `reranker`, it chooses the results among more passages that the index finds. At most
+        `max_waiting` queries wait; further ones are refused. A query that is not answered
         within `deadline_seconds` fails.
         """
         super().__init__()
         self.index = index
+        self.reranker = reranker
         self.max_waiting = max_waiting
         self._cache = cache
         self._inline = inline
         self._deadline_seconds = deadline_seconds
         self._late = f"the index gave no answer within the deadline of {deadline_seconds:g} s"
-        self._batcher = Batcher[Hits](
+        self._batcher = Batcher[str, Hits](
             self._answer,
             self,
             max_queries=MAX_BATCH_QUERIES,
@@ -98,6 +106,13 @@ class IndexRetriever(Counted):
             deadline_seconds=deadline_seconds,
             late=self._late,
         )
+
+    @property
+    def version(self) -> str:
+        """A hash of everything that search results depend on."""
+        if self.reranker is None:
+            return self.index.version
+        return f"{self.index.version}-{self.reranker.version}"
 
     async def search(self, query: str, k: int) -> list[Passage]:
         """Return at most k passages, best first. Raises RetrievalError."""
@@ -114,22 +129,35 @@ class IndexRetriever(Counted):
                 check_text(query)
             except UserError as error:
                 raise RetrieverRefusedError(str(error)) from error
-            cached_hits = self._read_cache(query, k)
-            if cached_hits is not None:
-                self.count(cached=1)
-                return cached_hits
-            return await self._batcher.ask(query, k)
+            if self.reranker is None:
+                return await self._index_hits(query, k)
+
+            candidates = min(self.reranker.candidates_for(k), len(self.index.passages))
+            hits = await self._index_hits(query, candidates)
+            passages = [self.index.passages[position] for position, _ in hits]
+            best = await self.reranker.best(query, passages, k, self)
+            return [(hits[place][0], score) for place, score in best]
+
+    async def _index_hits(self, query: str, k: int) -> Hits:
+        """Return the results of the index, from the cache if they are there."""
+        cached_hits = self._read_cache(query, k)
+        if cached_hits is not None:
+            self.count(cached=1)
+            return cached_hits
+        return await self._batcher.ask(query, k)
 
     async def health(self) -> Health:
-        """Search once, without the cache, and return the health. Raises RetrievalError."""
+        """Search and rerank once, without caches, and return the health. Raises RetrievalError."""
         start_time = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, is_cached=False)
+                if self.reranker is not None:
+                    await self.reranker.check()
         except TimeoutError as error:
             raise RetrieverTimeoutError(self._late) from error
         return Health(
-            version=self.index.version,
+            version=self.version,
             passages=len(self.index.passages),
             seconds=time.monotonic() - start_time,
         )

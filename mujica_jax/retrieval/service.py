@@ -43,14 +43,12 @@ from mujica_jax.retrieval.errors import (
     RetrieverTimeoutError,
 )
 from mujica_jax.retrieval.retrieve_protocol import DEFAULT_TOPK
-from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetriever
+from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, MAX_RESULTS, Health, IndexRetriever
 from mujica_jax.retrieval.text.corpus import Hits, Passage
 from mujica_jax.retrieval.text.index import Index
 
 # The most queries in one request.
 MAX_QUERIES = 256
-# The most results for one query: the largest k.
-MAX_RESULTS = 1000
 MAX_REQUEST_BYTES = 4 * 2**20
 # The longest time in which the body of a request has to arrive.
 MAX_READING_SECONDS = 20.0
@@ -89,6 +87,8 @@ MEANINGS = {
     "failed": "Queries that ended in an error",
     "encode_seconds": "Seconds encoding queries",
     "search_seconds": "Seconds searching",
+    "reranked": "Passages that the reranker scored",
+    "rerank_seconds": "Seconds reranking",
     "waiting_seconds": "Seconds of all queries from their arrival to their answer",
 }
 
@@ -205,7 +205,7 @@ class _Service:
         results = await asyncio.gather(*(retriever.hits(query, asked.k) for query in asked.queries))
         async with self._reading:
             hits = await asyncio.to_thread(_hits, retriever.index, results, asked.hit_of)
-        return asked.body_of(json.dumps(retriever.index.version).encode(), hits)
+        return asked.body_of(json.dumps(retriever.version).encode(), hits)
 
 
 def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:

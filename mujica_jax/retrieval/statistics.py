@@ -32,6 +32,10 @@ class RetrievalStatistics:
     encode_seconds: float = 0.0
     # Time that the index or the remote service spent on searching.
     search_seconds: float = 0.0
+    # Passages that a reranker scored, without those whose scores were cached.
+    reranked: int = 0
+    # Time that the reranker spent on scoring them.
+    rerank_seconds: float = 0.0
     # Time from the arrival of a query to its answer, summed over all queries.
     waiting_seconds: float = 0.0
 
@@ -42,11 +46,14 @@ class RetrievalStatistics:
 
     def sentence(self) -> str:
         """Return the statistics in one sentence, which is printed at the end of a run."""
-        return (
+        sentence = (
             f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, "
             f"{self.failed:,} failed) in {self.batches:,} batches: {self.encode_seconds:.1f} s "
             f"encoding, {self.search_seconds:.1f} s searching"
         )
+        if self.reranked:
+            sentence += f", {self.rerank_seconds:.1f} s reranking {self.reranked:,} passages"
+        return sentence
 
 
 class Counted:

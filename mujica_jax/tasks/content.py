@@ -41,7 +41,7 @@ def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
 
 
 def content_version(environment: Environment) -> str:
-    """Return the version of an environment's index, service or graph.
+    """Return the version of an environment's index, service or graph, and of its reranker.
 
     The result is empty if none of these has a version.
     """
@@ -49,4 +49,6 @@ def content_version(environment: Environment) -> str:
     index = getattr(retriever, "index", None)
     graph = getattr(environment, "graph", None)
     searched = index or graph or retriever
-    return getattr(searched, "version", None) or ""
+    version = getattr(searched, "version", None) or ""
+    reranker = getattr(retriever, "reranker", None)
+    return version if reranker is None else f"{version}-{reranker.version}"

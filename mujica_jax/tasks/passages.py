@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.schema import TwoWikiConfig
-from mujica_jax.config.tasks import MultiHopConfig, PassageSearch
+from mujica_jax.config.tasks import MultiHopConfig, PassageSearch, Reranking
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.client import open_remote
 from mujica_jax.retrieval.graph.endpoint import SCHEME
 from mujica_jax.retrieval.graph.index import KIND
+from mujica_jax.retrieval.reranker import Reranker, open_reranker
 from mujica_jax.retrieval.retrieve_protocol import open_protocol
 from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.retrieval.search_cache import SearchCache
@@ -40,10 +41,23 @@ def fetched_index(index: str | None) -> str | None:
     return str(distributed.primary_first("the index", lambda: local_folder(index)))
 
 
-def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Sequence[Passage]]:
+def reranker_of(config: Reranking) -> Reranker | None:
+    """Load the reranker of a task, or return None if the configuration names none.
+
+    Raises UserError if it is not found or is not supported.
+    """
+    if config.reranker is None:
+        return None
+    return open_reranker(config.reranker, config.rerank_candidates)
+
+
+def open_passages(
+    config: PassageSearch, corpus: Corpus, reranker: Reranker | None = None
+) -> tuple[Retriever, Sequence[Passage]]:
     """Return the retriever of a task, and the passages among which gold passages are found.
 
     `corpus` returns the task's own passages. They are searched if the configuration names no index.
+    The retriever reranks with the `reranker`, if there is one.
     Raises UserError if the index does not fit the configuration.
     """
     if config.retriever == "http":
@@ -53,17 +67,19 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
                 "server with POST /retrieve, such as --task.index http://HOST:8000"
             )
         assert config.index is not None, "a service has an address"
-        return open_protocol(config.index, config.top_k), corpus()
+        return open_protocol(config.index, config.top_k, reranker), corpus()
 
     if config.index is not None and config.index.startswith(HTTP):
-        return open_remote(config.index, config.retriever, config.top_k), corpus()
+        remote = open_remote(config.index, config.retriever, config.top_k, reranker)
+        return remote, corpus()
 
     index = _index(config, corpus)
     is_in_memory = config.index is None
     cache = None
     if not is_in_memory:
         cache = SearchCache(cache_folder("searches"), index.version)
-    return IndexRetriever(index, inline=is_in_memory, cache=cache), index.passages
+    retriever = IndexRetriever(index, inline=is_in_memory, cache=cache, reranker=reranker)
+    return retriever, index.passages
 
 
 def is_service(index: str | None) -> bool:
@@ -74,18 +90,25 @@ def is_service(index: str | None) -> bool:
 class OwnPassages(Mapping[str, TextEnvironment]):
     """Environments over the passages that are given with each question, by question id.
 
-    Each environment searches the passages of one question by BM25. It is made on first use.
+    Each environment searches the passages of one question by BM25, and reranks them if there is a
+    reranker. It is made on first use.
     """
 
-    def __init__(self, contexts: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
+    def __init__(
+        self,
+        contexts: Mapping[str, Collection[GoldPassage]],
+        top_k: int,
+        reranker: Reranker | None = None,
+    ) -> None:
         self._contexts = contexts
         self._top_k = top_k
+        self._reranker = reranker
         self._environments: dict[str, TextEnvironment] = {}
 
     def __getitem__(self, id: str) -> TextEnvironment:
         if id not in self._environments:
             index = Bm25Index(as_passages(self._contexts[id]), "default")
-            retriever = IndexRetriever(index, inline=True)
+            retriever = IndexRetriever(index, inline=True, reranker=self._reranker)
             self._environments[id] = TextEnvironment(retriever, self._top_k)
         return self._environments[id]
 

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from mujica_jax.commands import index
+from mujica_jax.retrieval.embedding.find import find_embedder
+from mujica_jax.retrieval.embedding.find_cross_encoder import find_cross_encoder
 from mujica_jax.runtime.standard_output import READER_GONE
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.shared_data import TWO_WIKI, needs_data
+from tests.helpers.tiny_cross_encoder import tiny_cross_encoder
 from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
+from tests.helpers.tiny_qwen3 import tiny_qwen3
 
 PASSAGES = 40
 
@@ -259,3 +263,53 @@ def test_the_help_has_two_examples_before_the_flags(command, capsys):
         assert f"{words}\n      {meaning}" in before_flags
         options = index._parser().parse_args(shlex.split(f"{command} {words}"))
         assert callable(options.run)
+
+
+def test_a_query_can_be_reranked(folder, capsys, tmp_path):
+    reranker = ["--reranker", str(tiny_cross_encoder(tmp_path / "model"))]
+    query = ["query", "--index", str(folder / "dense"), "word3 word5", "--k", "3"]
+    plain = printed(capsys, *query)
+    candidates = printed(capsys, *query[:-1], "6")
+    reranked = printed(capsys, *query, *reranker, "--rerank-candidates", "6")
+    scores = (
+        find_cross_encoder(reranker[1])
+        .load()
+        .scores(
+            [("word3 word5", f"{passage['title']}\n{passage['text']}") for passage in candidates]
+        )
+    )
+    expected = [candidates[place]["id"] for place in sorted(range(6), key=lambda n: -scores[n])]
+    assert [passage["id"] for passage in reranked] == expected[:3]
+    assert [passage["id"] for passage in reranked] != [passage["id"] for passage in plain]
+    recall = ["recall", "--index", str(folder / "bm25"), "--k", "1", "2", "--questions"]
+    (result,) = printed(capsys, *recall, str(folder / "questions.jsonl"), *reranker)
+    assert result["recall@2"] >= result["recall@1"]
+
+
+def test_candidates_without_a_reranker_are_refused(folder, capsys):
+    query = ["query", "--index", str(folder / "dense"), "word3", "--rerank-candidates", "6"]
+    assert "--rerank-candidates is 6, but there is no reranker: add --reranker" in refused(
+        capsys, *query
+    )
+
+
+def test_an_embedder_is_no_reranker(folder, capsys):
+    query = ["query", "--index", str(folder / "bm25"), "word3", "--reranker", str(folder / "tiny")]
+    assert "it is an embedder or a bare encoder" in refused(capsys, *query)
+
+
+def test_a_decoder_embeds_passages_and_queries(capsys, tmp_path):
+    embedder = str(tiny_qwen3(tmp_path / "qwen3"))
+    corpus = str(write_corpus(tmp_path / "corpus.jsonl", 8))
+    out = str(tmp_path / "index")
+    build = ["build", "--corpus", corpus, "--kind", "exact", "--embedder", embedder, "--out", out]
+    assert index.main(build) == 0
+    results = printed(capsys, "query", "--index", out, "word1 word2", "--k", "8")
+    scores = [result["score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+    loaded = find_embedder(embedder).load()
+    query = loaded.embed(["word1 word2"], "query")[0]
+    for result in results:
+        (passage,) = loaded.embed([f"{result['title']}\n{result['text']}"], "passage")
+        # The index stores embeddings in bfloat16.
+        assert result["score"] == pytest.approx(float(query @ passage), abs=0.02)

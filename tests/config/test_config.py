@@ -51,6 +51,7 @@ from mujica_jax.config.schema import (
     PretrainingConfig,
     ProfileConfig,
     RemoteConfig,
+    Reranking,
     SamplingConfig,
     SftConfig,
     StagedRewardConfig,
@@ -127,6 +128,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
     PassageSearch: ("config",),
+    Reranking: ("config",),
 }
 SECTIONS |= {
     kind: ("config", "_config", "limits", "agent")
@@ -343,6 +345,25 @@ def test_own_passages_of_questions_are_searched_by_words_alone(name, field, valu
         UserError, match=r"task\.setting distractor searches each question's own passages"
     ):
         check(changed(config, "task", **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rerank_candidates": 20}, r"rerank_candidates is 20, but there is no reranker"),
+        ({"reranker": "here", "environment": "graph"}, r"task\.environment is graph"),
+        (
+            {"reranker": "here", "top_k": 5, "rerank_candidates": 4},
+            r"rerank_candidates is 4, but task\.top_k is 5: set .* to more than 5",
+        ),
+    ],
+    ids=str,
+)
+def test_a_reranker_without_passages_or_candidates_is_refused(changes, message):
+    config = changed(load_config("two_wiki_kg_nano"), "task", environment="text", top_k=3)
+    check(changed(config, "task", reranker="here"))
+    with pytest.raises(UserError, match=message):
+        check(changed(config, "task", **changes))
 
 
 # What follows perturbs one field at a time and demands that something changes; of the task,

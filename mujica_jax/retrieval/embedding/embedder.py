@@ -1,52 +1,74 @@
-"""Turn texts into vectors with an encoder (`encoder.py`) in the sentence-transformers layout.
+"""Turn texts into vectors with an encoder or a decoder in the sentence-transformers layout.
 
-Besides the files of the encoder, these files of the folder are read:
+The model is a BERT or RoBERTa encoder (`encoder.py`), or a decoder without its output head
+(`decoder_states.py`). Besides the files of the model, these files of the folder are read:
 
 - `tokenizer.json`;
 - `modules.json` and `1_Pooling/config.json`: how token states become one vector;
 - `sentence_bert_config.json`: how many tokens of a text are read;
 - `config_sentence_transformers.json`: the prefixes of queries and passages.
 
-Texts are sorted by length and padded to one of a few lengths. So only a few programs are compiled,
-and there is little padding. The rows of a batch are split over the `data` axis of the mesh.
+`token_batches.py` puts texts into batches. The rows of a batch are split over the `data` axis of the
+mesh.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.companions import read_json, refuse_pointer
+from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.tensors import Folder
-from mujica_jax.retrieval.embedding.encoder import Encoder, encoder_config
+from mujica_jax.retrieval.embedding.decoder_states import (
+    DecoderStates,
+    decoder_config,
+    is_decoder,
+    load_decoder_states,
+)
+from mujica_jax.retrieval.embedding.encoder import (
+    Encoder,
+    EncoderConfig,
+    encoder_config,
+    load_encoder,
+)
+from mujica_jax.retrieval.embedding.token_batches import (
+    Batching,
+    encode_truncated,
+    open_tokenizer,
+)
 
-Pooling = Literal["cls", "mean"]
+Pooling = Literal["cls", "mean", "last"]
 Role = Literal["query", "passage"]
 
-# Lengths to which texts are padded, in tokens. From 64 on, padding adds at most a quarter.
-LENGTHS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Number of tokens in a batch, by platform. On two CPU cores, 4,096 and 16,384 were equally fast.
-# Accelerators need more.
-BATCH_TOKENS = {"cpu": 4096}
-ACCELERATOR_BATCH_TOKENS = 65_536
 # The number of tokens is divided by this for queries. A query often arrives alone, and a whole
 # batch is computed for it.
 QUERY_SHARE = 8
-# Of a long text, this number of characters is read for each token. English has about four.
-CHARACTERS_A_TOKEN = 16
-END_OF_WORD = re.compile(r"(?<=\S)[ \t\r\n]")
+# The longest text that is read with a decoder, in tokens. Decoders read much longer texts than
+# passages, and attention over them would take too much memory.
+MAX_DECODER_TOKENS = 8192
+# Pooling of the fields `pooling_mode_...` and of the values of `pooling_mode` in a
+# `1_Pooling/config.json`.
+POOLINGS: Mapping[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
+}
 # Prefixes of (queries, passages) with which these models were trained. Their folders do not state
 # them.
 PREFIXES: Mapping[str, tuple[str, str]] = {
@@ -60,7 +82,8 @@ PREFIXES: Mapping[str, tuple[str, str]] = {
 class EmbedderConfig:
     """The settings that determine how a text becomes an embedding."""
 
-    # "cls" takes the state of the first token, "mean" the mean over all tokens.
+    # "cls" takes the state of the first token, "last" that of the last token, and "mean" the mean
+    # over all tokens.
     pooling: Pooling
     # Scale embeddings to length 1, so that a dot product is a cosine.
     normalised: bool
@@ -70,6 +93,32 @@ class EmbedderConfig:
     query_prefix: str = ""
     # Text that is put before every passage.
     passage_prefix: str = ""
+
+
+def model_config(folder: pathlib.Path) -> EncoderConfig | DecoderConfig:
+    """Return the configuration of the encoder or decoder in a folder. Raises UserError."""
+    fields = read_json(folder / "config.json")
+    return decoder_config(fields) if is_decoder(fields) else encoder_config(fields)
+
+
+def load_model(
+    folder: pathlib.Path, *, dtype: DTypeLike, mesh: Mesh | None = None
+) -> Encoder | DecoderStates:
+    """Load the encoder or decoder of a folder. Raises UserError.
+
+    Products are computed in `dtype`. With a `mesh`, every device of the mesh gets a copy of the
+    weights.
+    """
+    if is_decoder(read_json(folder / "config.json")):
+        return load_decoder_states(folder, dtype=dtype, mesh=mesh)
+    return load_encoder(folder, dtype=dtype, mesh=mesh)
+
+
+def _context_tokens(config: EncoderConfig | DecoderConfig) -> int:
+    """Return the longest text that is read with a model, in tokens."""
+    if isinstance(config, DecoderConfig):
+        return min(config.context_tokens, MAX_DECODER_TOKENS)
+    return config.max_tokens
 
 
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
@@ -99,7 +148,7 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
 
 def _max_tokens(folder: pathlib.Path) -> int:
     """Return the largest number of tokens of a text. Raises UserError."""
-    max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
+    max_tokens = _context_tokens(model_config(folder))
     file = folder / "sentence_bert_config.json"
     if not file.exists():
         return max_tokens
@@ -129,6 +178,13 @@ def _own_prefixes(folder: pathlib.Path) -> tuple[str, str]:
 def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     """Return the pooling, and whether embeddings are normalised. Raises UserError."""
     if not (folder / "modules.json").exists():
+        fields = read_json(folder / "config.json")
+        if is_decoder(fields):
+            raise UserError(
+                f"{folder} is a decoder ({fields['model_type']}) without modules.json and "
+                "1_Pooling/config.json, which say how its token states become one vector: download "
+                "these files of the embedder too, or write them as docs/guides/passages.md shows"
+            )
         return "mean", False
     modules = _modules(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
@@ -143,19 +199,21 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
         raise UserError(
             f"{folder}/modules.json has no Pooling module: give an embedder that has one"
         )
+    return _pooling_mode(folder / paths[0]), "Normalize" in kinds
 
-    fields = read_json(folder / paths[0] / "config.json")
+
+def _pooling_mode(folder: pathlib.Path) -> Pooling:
+    """Return the pooling that the `config.json` of a Pooling module names. Raises UserError."""
+    fields = read_json(folder / "config.json")
     modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value]
-    poolings: dict[str, Pooling] = {
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_mean_tokens": "mean",
-    }
-    if len(modes) != 1 or modes[0] not in poolings:
+    if isinstance(fields.get("pooling_mode"), str):
+        modes = [fields["pooling_mode"]]
+    if len(modes) != 1 or modes[0] not in POOLINGS:
         raise UserError(
-            f"{folder}/{paths[0]} has the pooling {', '.join(modes) or 'none'}, which is not "
-            "supported: give an embedder with cls or mean pooling"
+            f"{folder} has the pooling {', '.join(modes) or 'none'}, which is not supported: give "
+            f"an embedder whose config.json there names one of {', '.join(POOLINGS)}"
         )
-    return poolings[modes[0]], "Normalize" in kinds
+    return POOLINGS[modes[0]]
 
 
 def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
@@ -186,42 +244,27 @@ class Embedder:
     """A model that turns texts into vectors."""
 
     def __init__(
-        self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
+        self,
+        directory: Folder,
+        config: EmbedderConfig,
+        model: Encoder | DecoderStates,
+        mesh: Mesh | None = None,
     ) -> None:
         """Load the tokenizer in `directory`. Raises UserError if it cannot be used.
 
         With a `mesh`, the rows of a batch are split over its `data` axis.
         """
         self.config = config
-        self.encoder = encoder
+        self.model = model
         self.mesh = mesh
-        path = pathlib.Path(directory) / "tokenizer.json"
-        if not path.exists():
-            raise UserError(
-                f"{path} is missing: give the folder of an embedder with its fast tokenizer"
-            )
-        read_json(path)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            # The package raises plain exceptions.
-            raise UserError(f"{path} cannot be used ({error}): download it again") from error
-        # The text "[SEP]" in a passage is five characters, not a special token.
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
+        self._tokenizer = open_tokenizer(directory, model.config.vocab_size)
         self._tokenizer.enable_truncation(config.max_tokens)
-        if self._tokenizer.get_vocab_size() > encoder.config.vocab_size:
-            raise UserError(
-                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries, but "
-                f"the model has only {encoder.config.vocab_size}: take both from the same checkpoint"
-            )
-        shorter_lengths = [length for length in LENGTHS if length < config.max_tokens]
-        self._lengths = (*shorter_lengths, config.max_tokens)
+        self._batching = Batching(config.max_tokens, mesh)
 
     @property
     def dimension(self) -> int:
         """The dimension of an embedding."""
-        return self.encoder.config.hidden_size
+        return self.model.config.hidden_size
 
     def embed(
         self,
@@ -243,98 +286,52 @@ class Embedder:
         encoded = encode_truncated(
             self._tokenizer, [prefix + text for text in texts], self.config.max_tokens
         )
-        lengths = [self._padded_length(len(ids)) for ids in encoded]
-        longest_first = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
-
+        batches = self._batching.plan(
+            [len(ids) for ids in encoded],
+            is_uniform=role == "query",
+            divisor=QUERY_SHARE if role == "query" else 1,
+        )
         embeddings = np.zeros((len(texts), self.dimension), np.float32)
         # Places and embeddings of the last batch. They are copied after the next batch is started,
         # so that the device computes during the copy.
         pending: tuple[list[int], Array] | None = None
         num_started = 0
-        while num_started < len(longest_first):
-            length = lengths[longest_first[num_started]]
-            rows = self._rows(length, role)
-            places = longest_first[num_started : num_started + rows]
-            if role == "query":
-                places = [place for place in places if lengths[place] == length]
-            num_started += len(places)
-            batch_embeddings = self._run([encoded[place] for place in places], rows, length)
+        for batch in batches:
+            num_started += len(batch.places)
+            batch_embeddings = self._run(*batch.padded(encoded))
             if pending is not None:
                 _copy_rows(*pending, embeddings)
-            pending = (places, batch_embeddings)
+            pending = (batch.places, batch_embeddings)
             on_batch(num_started)
         if pending is not None:
             _copy_rows(*pending, embeddings)
         return embeddings
 
-    def _padded_length(self, num_tokens: int) -> int:
-        """Return the smallest length for padding that is at least `num_tokens`."""
-        return next(length for length in self._lengths if length >= num_tokens)
+    def _run(self, tokens: np.ndarray, present: np.ndarray) -> Array:
+        """Start to embed one batch, [rows, length]. Return its embeddings.
 
-    def _rows(self, length: int, role: Role) -> int:
-        """Return the number of rows in a batch of texts of this padded length.
-
-        It is the same for all batches of a length and a role, so that each is compiled once. It is
-        a multiple of the size of the data axis.
+        The call does not wait for the computation.
         """
-        data = 1 if self.mesh is None else self.mesh.shape["data"]
-        tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
-        if role == "query":
-            tokens //= QUERY_SHARE
-        return max(1, tokens // length // data) * data
-
-    def _run(self, encoded: Sequence[Sequence[int]], rows: int, length: int) -> Array:
-        """Start to embed one batch, padded to [rows, length]. Return its embeddings.
-
-        `encoded` are the token ids of each text. The call does not wait for the computation.
-        """
-        tokens = np.zeros((rows, length), np.int32)
-        present = np.zeros((rows, length), bool)
-        # Padding rows have one token too, because a softmax over no tokens is undefined.
-        present[:, 0] = True
-        for row, ids in enumerate(encoded):
-            tokens[row, : len(ids)] = ids
-            present[row, : len(ids)] = True
-        batch = (tokens, present)
+        batch: tuple = (tokens, present)
+        mesh = contextlib.nullcontext()
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
-        graph, weights = nnx.split(self.encoder)
-        return _embed(
-            graph, weights, *batch, pooling=self.config.pooling, normalised=self.config.normalised
-        )
+            # The attention of a decoder splits its rows over the devices of this mesh.
+            mesh = jax.set_mesh(self.mesh)
+        graph, weights = nnx.split(self.model)
+        with mesh:
+            return _embed(
+                graph,
+                weights,
+                *batch,
+                pooling=self.config.pooling,
+                normalised=self.config.normalised,
+            )
 
 
 def _copy_rows(places: list[int], batch_embeddings: Array, embeddings: np.ndarray) -> None:
     """Copy the embeddings of a batch, without padding rows, to their places in `embeddings`."""
     embeddings[places] = np.asarray(batch_embeddings)[: len(places)]
-
-
-def encode_truncated(
-    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int
-) -> list[list[int]]:
-    """Return the token ids of each text, cut at `max_tokens`.
-
-    A text may be as long as a book. To save time, only its beginning is tokenised, up to a space.
-    If the beginning gives fewer than `max_tokens` tokens, the whole text is tokenised.
-
-    The result is the same as for the whole text if the tokenizer first splits texts at spaces, as
-    in BERT. With other tokenizers, ids near the cut can differ for texts of more than
-    CHARACTERS_A_TOKEN * max_tokens characters.
-    """
-    beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
-    encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]
-    for place, (text, beginning) in enumerate(zip(texts, beginnings, strict=True)):
-        if len(beginning) < len(text) and len(encoded[place]) < max_tokens:
-            encoded[place] = tokenizer.encode(text).ids
-    return encoded
-
-
-def _beginning(text: str, characters: int) -> str:
-    """Return the beginning of a text: at least `characters`, up to the end of a word."""
-    if len(text) <= characters:
-        return text
-    word_end = END_OF_WORD.search(text, characters)
-    return text[: word_end.start()] if word_end else text
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "pooling", "normalised"))
@@ -354,6 +351,9 @@ def _embed(
     states = nnx.merge(graph, weights)(tokens, present)
     if pooling == "cls":
         pooled = states[:, 0]
+    elif pooling == "last":
+        last = jnp.sum(present, axis=1) - 1
+        pooled = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
     else:
         weight = present[..., None].astype(jnp.float32)
         pooled = jnp.sum(states * weight, axis=1) / jnp.sum(weight, axis=1)

@@ -1,8 +1,10 @@
-"""A BERT encoder for checkpoints of bge, e5, contriever and MiniLM in the Hugging Face layout.
+"""A BERT or (XLM-)RoBERTa encoder for checkpoints of bge, e5 and MiniLM in the Hugging Face layout.
 
 This is BERT of Devlin et al. (2019), with learned positions, bidirectional attention, and layer
-norm after each residual connection. It is loaded from `config.json` and `*.safetensors` of a
-folder. `embedder.py` uses it to make one vector of a text.
+norm after each residual connection. RoBERTa and XLM-RoBERTa are the same network, but their
+positions are counted from `pad_token_id + 1`. The encoder is loaded from `config.json` and
+`*.safetensors` of a folder. `embedder.py` uses it to make one vector of a text, and
+`cross_encoder.py` to score pairs of a query and a passage.
 """
 
 import dataclasses
@@ -24,8 +26,13 @@ from mujica_jax.models.companions import read_json
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Folder, Tensors, WeightTable
 
-# Tensors of a checkpoint that are not loaded: a buffer, and a head that no embedder uses.
-IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
+# Tensors of a checkpoint that are not loaded: a buffer, and heads that no embedder uses.
+IGNORED = re.compile(r"(^|\.)position_ids$|(^|\.)pooler\.dense\.(weight|bias)$|^lm_head\.")
+# The supported values of `model_type`, and the prefix that each gives to the names of its tensors in
+# a checkpoint with a head.
+PREFIXES: Mapping[str, str] = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta."}
+# Id of the padding token of RoBERTa and XLM-RoBERTa, if `config.json` does not set it.
+ROBERTA_PAD_TOKEN = 1
 # Standard deviation of randomly initialised matrices.
 INITIALIZER_RANGE = 0.02
 
@@ -39,9 +46,19 @@ class EncoderConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
+    # Rows of the table of positions.
     max_positions: int
     type_vocab_size: int
     layer_norm_eps: float
+    # Row of the table of positions that the first token takes.
+    first_position: int = 0
+    # Beginning of the names of tensors, in a checkpoint that also has a head.
+    prefix: str = "bert."
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest text that the encoder can read, in tokens."""
+        return self.max_positions - self.first_position
 
     @property
     def head_dim(self) -> int:
@@ -55,8 +72,13 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
     Raises UserError if a field is missing, or asks for a computation that the encoder does not
     have.
     """
+    model_type = fields.get("model_type") or "bert"
+    if model_type not in PREFIXES:
+        raise UserError(
+            f"config.json says model_type={model_type!r}, but the encoder supports only "
+            f"{', '.join(map(repr, PREFIXES))}: give a checkpoint of one of these"
+        )
     computed_fields = {
-        "model_type": "bert",
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "is_decoder": False,
@@ -80,11 +102,15 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
             max_positions=fields["max_position_embeddings"],
             type_vocab_size=fields["type_vocab_size"],
             layer_norm_eps=fields["layer_norm_eps"],
+            first_position=_first_position(fields),
+            prefix=PREFIXES[model_type],
         )
     except KeyError as missing:
         raise UserError(f"config.json lacks {missing.args[0]}: give a BERT checkpoint") from None
 
     for name, value in vars(config).items():
+        if name in ("first_position", "prefix"):
+            continue
         is_size = type(value) is int and value > 0
         is_epsilon = name == "layer_norm_eps" and isinstance(value, float)
         if not is_size and not is_epsilon:
@@ -97,7 +123,28 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
             f"config.json has hidden_size {config.hidden_size}, which is not a multiple of "
             f"num_attention_heads {config.num_heads}: give a BERT checkpoint"
         )
+    if config.max_tokens < 1:
+        raise UserError(
+            f"config.json has max_position_embeddings {config.max_positions}, but the first token "
+            f"takes position {config.first_position}: download the checkpoint again"
+        )
     return config
+
+
+def _first_position(fields: Mapping[str, Any]) -> int:
+    """Return the row of the table of positions that the first token takes. Raises UserError.
+
+    RoBERTa and XLM-RoBERTa leave out the rows up to the one of the padding token's id.
+    """
+    if (fields.get("model_type") or "bert") == "bert":
+        return 0
+    pad_token = fields.get("pad_token_id", ROBERTA_PAD_TOKEN)
+    if type(pad_token) is not int or pad_token < 0:
+        raise UserError(
+            f"config.json has {pad_token!r} for pad_token_id, but a whole number from 0 on is "
+            "needed: download the checkpoint again"
+        )
+    return pad_token + 1
 
 
 def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
@@ -116,13 +163,13 @@ def layer_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     hidden = config.hidden_size
     mlp = config.intermediate_size
     return (
-        *_dense("query", hidden, hidden, hugging_face="attention.self.query"),
-        *_dense("key", hidden, hidden, hugging_face="attention.self.key"),
-        *_dense("value", hidden, hidden, hugging_face="attention.self.value"),
-        *_dense("output", hidden, hidden, hugging_face="attention.output.dense"),
+        *dense_weights("query", hidden, hidden, hugging_face="attention.self.query"),
+        *dense_weights("key", hidden, hidden, hugging_face="attention.self.key"),
+        *dense_weights("value", hidden, hidden, hugging_face="attention.self.value"),
+        *dense_weights("output", hidden, hidden, hugging_face="attention.output.dense"),
         *_layer_norm("attention", hidden, hugging_face="attention.output.LayerNorm"),
-        *_dense("up", hidden, mlp, hugging_face="intermediate.dense"),
-        *_dense("down", mlp, hidden, hugging_face="output.dense"),
+        *dense_weights("up", hidden, mlp, hugging_face="intermediate.dense"),
+        *dense_weights("down", mlp, hidden, hugging_face="output.dense"),
         *_layer_norm("mlp", hidden, hugging_face="output.LayerNorm"),
     )
 
@@ -143,7 +190,9 @@ def _embedding_table(name: str, rows: int, hidden: int, *, hugging_face: str) ->
     return _whole(name, (rows, hidden), f"embeddings.{hugging_face}_embeddings.weight")
 
 
-def _dense(name: str, inputs: int, outputs: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+def dense_weights(
+    name: str, inputs: int, outputs: int, *, hugging_face: str
+) -> tuple[Weight, Weight]:
     """Return the kernel [inputs, outputs] and the bias [outputs] of a dense layer."""
     kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{hugging_face}.weight", inputs=1)
     bias = _whole(f"{name}_bias", (outputs,), f"{hugging_face}.bias", initializer="zeros")
@@ -191,7 +240,7 @@ class _Layers(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A BERT encoder, which turns token ids into token states.
+    """A BERT or RoBERTa encoder, which turns token ids into token states.
 
     Parameters are float32. Matrix products are computed in `dtype`, norms and softmax in float32.
     """
@@ -213,14 +262,22 @@ class Encoder(nnx.Module):
         self.layers = _Layers(config, rngs)
 
     def __call__(
-        self, tokens: Int[Array, "batch time"], present: Bool[Array, "batch time"]
+        self,
+        tokens: Int[Array, "batch time"],
+        present: Bool[Array, "batch time"],
+        types: Int[Array, "batch time"] | None = None,
     ) -> Float[Array, "batch time hidden"]:
         """Return the token states after the last layer.
 
-        `present` is False for padding. No token attends to padding.
+        `present` is False for padding, which follows the text. No token attends to padding.
+        `types` are the token type ids: 0 for the first text of a pair, and 1 for the second. Without
+        them, all are 0.
         """
         batch, time = tokens.shape
-        embedded = self.words[...][tokens] + self.positions[...][:time] + self.types[...][0]
+        first = self.config.first_position
+        type_states = self.types[...][0 if types is None else types]
+        positions = self.positions[...][first : first + time]
+        embedded = self.words[...][tokens] + positions + type_states
         hidden = self._normed(
             embedded.reshape(batch * time, -1), self.embedding_scale[...], self.embedding_shift[...]
         )
@@ -282,7 +339,11 @@ def load_encoder(
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     tensors = Tensors(
-        folder, weight_table(config), needed="a BERT checkpoint", ignored=IGNORED, prefix="bert."
+        folder,
+        weight_table(config),
+        needed="a BERT or RoBERTa checkpoint",
+        ignored=IGNORED,
+        prefix=config.prefix,
     )
     nnx.update(encoder, tensors.load(mesh))
     return encoder

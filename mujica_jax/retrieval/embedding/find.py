@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.companions import read_json
 from mujica_jax.models.hub import hub_name, model_folder, why_local
 
 if TYPE_CHECKING:
@@ -61,19 +60,7 @@ class EmbedderFolder:
         """
         settings = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
         digest = hashlib.sha256(settings.encode())
-        files = [
-            self.folder / "config.json",
-            self.folder / "tokenizer.json",
-            *self.folder.glob("*.safetensors"),
-        ]
-        for path in sorted(files):
-            if not path.exists():
-                raise UserError(
-                    f"{path} is missing: give the folder of a complete embedder, or download it "
-                    "again"
-                )
-            with open(path, "rb") as file:
-                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        digest.update(hashes_of_files(self.folder))
         return digest.hexdigest()[:16]
 
     def load(self, mesh: "Mesh | None" = None) -> "Embedder":
@@ -84,12 +71,28 @@ class EmbedderFolder:
         import jax
         import jax.numpy as jnp
 
-        from mujica_jax.retrieval.embedding.embedder import Embedder
-        from mujica_jax.retrieval.embedding.encoder import load_encoder
+        from mujica_jax.retrieval.embedding.embedder import Embedder, load_model
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        encoder = load_encoder(self.folder, dtype=dtype, mesh=mesh)
-        return Embedder(self.folder, self.config, encoder, mesh)
+        model = load_model(self.folder, dtype=dtype, mesh=mesh)
+        return Embedder(self.folder, self.config, model, mesh)
+
+
+def hashes_of_files(folder: Path) -> bytes:
+    """Return the names and hashes of the files on which the results of a model depend.
+
+    Raises UserError if a file is missing.
+    """
+    files = [folder / "config.json", folder / "tokenizer.json", *folder.glob("*.safetensors")]
+    hashes = b""
+    for path in sorted(files):
+        if not path.exists():
+            raise UserError(
+                f"{path} is missing: give the folder of a complete model, or download it again"
+            )
+        with open(path, "rb") as file:
+            hashes += path.name.encode() + hashlib.file_digest(file, "sha256").digest()
+    return hashes
 
 
 def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
@@ -98,12 +101,11 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     `prefixes` is an entry of `embedder.PREFIXES`. If it is None, the prefixes follow from the name,
     or else from the folder.
     """
-    from mujica_jax.retrieval.embedding.embedder import embedder_config
-    from mujica_jax.retrieval.embedding.encoder import encoder_config
+    from mujica_jax.retrieval.embedding.embedder import embedder_config, model_config
 
     folder = find_folder(name)
     config = embedder_config(folder, prefixes=_family(name) if prefixes is None else prefixes)
-    dimension = encoder_config(read_json(folder / "config.json")).hidden_size
+    dimension = model_config(folder).hidden_size
     if Path(name).is_dir():
         name = str(Path(name).absolute())
     return EmbedderFolder(

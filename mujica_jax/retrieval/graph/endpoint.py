@@ -82,7 +82,7 @@ class SparqlEndpoint(KnowledgeGraph):
         # Earliest time of the next request, on the monotonic clock.
         self._next_request_time = 0.0
         self._random = random.Random(0)
-        self._batcher = Batcher[list[sparql.Row]](
+        self._batcher = Batcher[str, list[sparql.Row]](
             self._answer,
             self,
             max_queries=1,

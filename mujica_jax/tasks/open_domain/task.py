@@ -32,6 +32,7 @@ from mujica_jax.tasks.passages import (
     is_service,
     leave_incomplete_out,
     open_passages,
+    reranker_of,
 )
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Remarks, Split, hash_of
 
@@ -169,7 +170,9 @@ def task_of(
             f"task.kind {config.kind} has no passages of its own, but task.index is None: give "
             "--task.index with an index of passages, as docs/guides/passages.md builds it"
         )
-    retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
+    retriever, passages = open_passages(
+        config, lambda: as_passages(dict.fromkeys(own_passages)), reranker_of(config)
+    )
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     questions = _questions(split_records, corpus)
@@ -204,7 +207,7 @@ def _distractor_task(
     chosen_records = _first_by_hash(complete_records, config.max_questions)
 
     contexts = {record.id: record.context for record in _all_records(chosen_records)}
-    own_passages = OwnPassages(contexts, config.top_k)
+    own_passages = OwnPassages(contexts, config.top_k, reranker_of(config))
     return OpenDomain(
         config,
         _questions(chosen_records, corpus=None),

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import cast
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import KNOWN, UNKNOWN, Entity, Evidence, GoldPassage, Question
+from mujica_jax.retrieval.reranker import Reranker
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.bm25 import Bm25Index
@@ -26,6 +27,7 @@ from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.asked import AskedQuestion, GraphSearch, over_graph
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.named_entities import NameTable
+from mujica_jax.tasks.passages import reranker_of
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
@@ -212,8 +214,15 @@ class TinyWorld:
             for number, label in enumerate(world_part.labels):
                 text = _passage_text(world_part, number)
                 passages.append(Passage(id=_key(world_part, number), title=label, text=text))
-        retriever = IndexRetriever(Bm25Index(passages, "default"), inline=True)
+        retriever = IndexRetriever(
+            Bm25Index(passages, "default"), inline=True, reranker=self._reranker
+        )
         return TextEnvironment(retriever, self.config.top_k)
+
+    @cached_property
+    def _reranker(self) -> Reranker | None:
+        """The reranker of all parts."""
+        return reranker_of(self.config)
 
     def _collect_names(self) -> NameTable:
         """Return the names of all entities, without those of renamed copies."""

@@ -44,6 +44,7 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
+from mujica_jax.retrieval.reranker import Reranker
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
@@ -70,6 +71,7 @@ from mujica_jax.tasks.passages import (
     is_service,
     leave_incomplete_out,
     open_passages,
+    reranker_of,
     titled,
 )
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
@@ -499,7 +501,8 @@ def _text_task(
         )
     if config.setting == "distractor":
         return _distractor_task(config, records, splits, notes)
-    retriever, passages = open_passages(config, lambda: corpus_of(config, records))
+    reranker = reranker_of(config)
+    retriever, passages = open_passages(config, lambda: corpus_of(config, records), reranker)
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     corpus_ids = {record.id for record in read_corpus_questions(config.data_dir) or records}
@@ -522,11 +525,11 @@ def _text_task(
     questions += questions_elsewhere
     elsewhere: dict[str, TextEnvironment] = {}
     if questions_elsewhere:
-        environment = TextEnvironment(_bm25_retriever(training_passages), config.top_k)
+        environment = TextEnvironment(_bm25_retriever(training_passages, reranker), config.top_k)
         elsewhere |= dict.fromkeys([question.id for question in questions_elsewhere], environment)
 
     # Training questions whose gold passages are in no file are only used for demonstrations.
-    demonstration_questions, environment = _triple_demonstrations(config, unread_records)
+    demonstration_questions, environment = _triple_demonstrations(config, unread_records, reranker)
     elsewhere |= dict.fromkeys([question.id for question in demonstration_questions], environment)
 
     left_out = _left_out(
@@ -558,7 +561,7 @@ def _with_gold_passages(
 
 
 def _triple_demonstrations(
-    config: TwoWikiConfig, records: Sequence[Record]
+    config: TwoWikiConfig, records: Sequence[Record], reranker: Reranker | None
 ) -> tuple[list[Question], WrittenPassages]:
     """Return questions for demonstrations, and the environment of passages for them.
 
@@ -566,16 +569,16 @@ def _triple_demonstrations(
     """
     records_with_triples = [record for record in records if record.triples]
     written_passages = _written_passages(records_with_triples)
-    environment = WrittenPassages(_bm25_retriever(written_passages), config.top_k)
+    environment = WrittenPassages(_bm25_retriever(written_passages, reranker), config.top_k)
 
     records_with_triples.sort(key=lambda record: hash_of(record.id))
     demonstrated_records = records_with_triples[: config.triple_demonstrations]
     return [_question(record, gold=()) for record in demonstrated_records], environment
 
 
-def _bm25_retriever(passages: Sequence[Passage]) -> IndexRetriever:
+def _bm25_retriever(passages: Sequence[Passage], reranker: Reranker | None) -> IndexRetriever:
     """Return a retriever of passages that are held in memory."""
-    return IndexRetriever(Bm25Index(passages, "default"), inline=True)
+    return IndexRetriever(Bm25Index(passages, "default"), inline=True, reranker=reranker)
 
 
 def _distractor_task(
@@ -599,7 +602,7 @@ def _distractor_task(
     questions = [_question(record, record.gold) for record in asked_records]
     left_out = _left_out(records, questions, config, "have no supporting_facts or no context")
     contexts = {record.id: record.context for record in asked_records}
-    own_passages = OwnPassages(contexts, config.top_k)
+    own_passages = OwnPassages(contexts, config.top_k, reranker_of(config))
     return TwoWiki(
         config,
         Environments(searched=own_passages[asked_records[0].id], elsewhere=own_passages),

@@ -177,7 +177,7 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "roberta"}, "model_type='roberta'.*'bert'"),
+        ({"model_type": "distilbert"}, "model_type='distilbert'.*'bert', 'roberta'"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ({"is_decoder": True}, "is_decoder=True"),

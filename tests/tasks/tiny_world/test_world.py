@@ -133,8 +133,8 @@ def test_every_field_is_perturbed_above():
     changed = {
         next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]
     }
-    # These are tested in demonstrations/test_mujica_text.py.
-    of_passages = {"environment", "top_k"}
+    # These are tested in demonstrations/test_mujica_text.py and tasks/test_passages.py.
+    of_passages = {"environment", "top_k", "reranker", "rerank_candidates"}
     assert changed | {"kind"} | of_passages == {
         field.name for field in dataclasses.fields(TinyWorldConfig)
     }

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mujica_jax.retrieval.embedding import embedder
-from mujica_jax.retrieval.embedding.embedder import encode_truncated
+from mujica_jax.retrieval.embedding import token_batches
+from mujica_jax.retrieval.embedding.token_batches import Batching, encode_truncated
 
 MAX_TOKENS = 9
 LETTERS = "abcdé中1."
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
     expected = [entry.ids for entry in tokenizer.encode_batch(texts)]
     for characters in (1, 2, 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedder, "CHARACTERS_A_TOKEN", characters)
+            patch.setattr(token_batches, "CHARACTERS_A_TOKEN", characters)
             assert encode_truncated(tokenizer, texts, MAX_TOKENS) == expected
 
 
@@ -76,16 +76,41 @@ def test_a_long_text_is_not_read_to_its_end(monkeypatch):
     tokenizer = TOKENIZERS["BERT"]
     text = "abcd abc " * 10_000
     beginnings = []
-    beginning_of = embedder._beginning
+    original = token_batches.beginning_of
 
     def recorded_beginning(*arguments):
-        beginnings.append(beginning_of(*arguments))
+        beginnings.append(original(*arguments))
         return beginnings[-1]
 
-    monkeypatch.setattr(embedder, "_beginning", recorded_beginning)
+    monkeypatch.setattr(token_batches, "beginning_of", recorded_beginning)
     (ids,) = encode_truncated(tokenizer, [text], MAX_TOKENS)
     assert ids == tokenizer.encode(text).ids
     assert len(ids) == MAX_TOKENS
     assert sum(map(len, beginnings)) < 20 * MAX_TOKENS
     blank = " " * 5000 + "abc"
     assert encode_truncated(tokenizer, [blank], MAX_TOKENS) == [tokenizer.encode(blank).ids]
+
+
+def test_a_batch_of_long_texts_has_fewer_tokens():
+    def tokens(length: int) -> int:
+        (batch,) = Batching(8192).plan([length], is_uniform=True)
+        return batch.rows * batch.length
+
+    assert tokens(512) == 4096
+    assert tokens(1024) == 2048
+    assert tokens(8192) == 8192
+
+
+def test_a_uniform_batch_has_texts_of_one_padded_length():
+    batches = list(Batching(100).plan([3, 20, 17, 90, 16], is_uniform=True))
+    assert [(batch.places, batch.length) for batch in batches] == [
+        ([3], 96),
+        ([1, 2], 24),
+        ([4, 0], 16),
+    ]
+
+
+def test_a_batch_that_is_not_uniform_is_filled_with_shorter_texts():
+    (batch,) = Batching(100).plan([3, 20, 17, 90, 16], is_uniform=False)
+    assert batch.places == [3, 1, 2, 4, 0]
+    assert (batch.rows, batch.length) == (4096 // 96, 96)
