@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 from collections.abc import Iterable, Mapping
@@ -52,6 +51,11 @@ OPTIONAL_IMPORTS = {
     "tasks/prepare.py": {"tensorflow", "tensorflow_datasets"},
     "tasks/prepared.py": {"tensorflow_datasets"},
 }
+# Prints which of the packages in the arguments can be imported.
+FIND_OPTIONAL = """
+import importlib.util, sys
+print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])
+"""
 EXTRA_OF = {
     "grpc": "jetstream",
     "jetstream": "jetstream",
@@ -242,8 +246,36 @@ def test_the_extra_that_a_message_names_brings_the_package():
         assert brought_by(package, installed_with(extras[extra])), (package, extra)
 
 
+@pytest.mark.parametrize("file", ["worker.sh", "skypilot.yaml"])
+def test_pods_install_the_whole_stack(file):
+    lines = (ROOT / "launch" / file).read_text().splitlines()
+    installs = [line for line in lines if "pip install" in line]
+    assert installs
+    for line in installs:
+        assert re.search(r'--requirement "?(\$BASE/src/)?requirements\.txt"? ', line), line
+
+
+def link_distributions(names: Iterable[str], site: Path) -> None:
+    """Link the files of installed distributions into another folder for packages.
+
+    Entry points lie outside the folder for packages, and are left out.
+    """
+    for name in sorted(names):
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # not for this system
+            continue
+        for file in distribution.files or []:
+            if file.parts[0] == "..":
+                continue
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(distribution.locate_file(file))
+
+
 @pytest.mark.slow
-def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
+def test_a_wheel_with_the_core_alone_trains_and_evaluates_in_an_empty_folder(tmp_path):
     checkout, environment, folder = (
         tmp_path / name for name in ("checkout", "environment", "empty")
     )
@@ -267,9 +299,9 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     python = str(environment / "bin" / "python")
     subprocess.run([*pip, "--python", python, "install", "--no-deps", str(wheel)], check=True)
-    # The packages of this environment, without its .pth files: one of those leads to the checkout.
+    # The packages of the core, and neither extras nor what only tests need.
     (site,) = environment.glob("lib/python3*/site-packages")
-    (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"])
+    link_distributions(installed_with(project()["dependencies"]), site)
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
     }
@@ -288,6 +320,8 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
     assert Path(run("-c", "import mujica_jax; print(mujica_jax.__file__)").strip()).is_relative_to(
         site
     )
+    optional = run("-c", FIND_OPTIONAL, *sorted(EXTRA_OF))
+    assert optional == "[]\n"
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     run("-m", "mujica_jax.train", "--run", "run", *flags)
     phases = [

@@ -27,16 +27,18 @@ MAX_REASON = 200  # characters of an import error that are shown
 class ScannMissingError(UserError):
     """ScaNN cannot be imported here.
 
-    `reason` names the platform and the error without saying what to do. `is_installed` is true for
-    a ScaNN that does not fit the other packages.
+    `reason` names the platform and the error. `advice` says what to do to have ScaNN. `is_installed`
+    is true for a ScaNN that does not fit the other packages.
     """
 
     def __init__(self, reason: str, *, is_installed: bool) -> None:
+        advice = _where_scann_works(is_installed)
         super().__init__(
             f"{reason}: use --kind exact, which searches on any platform (approximately on an "
-            f"accelerator with --recall-target 0.95), or {_where_scann_works(is_installed)}"
+            f"accelerator with --recall-target 0.95), or {advice}"
         )
         self.reason = reason
+        self.advice = advice
 
 
 def package() -> Any:
@@ -88,7 +90,7 @@ def _where_scann_works(is_installed: bool) -> str:
         if is_installed:
             advice += ", with the TensorFlow of the extra `tfds` or with none"
         return advice
-    return "build and search a ScaNN index on Linux x86-64, for which it has wheels"
+    return "build and search the index on Linux x86-64, for which ScaNN has wheels"
 
 
 # ---- Workaround 1: an index written in chunks ----

@@ -235,7 +235,7 @@ for command in json.loads(sys.argv[1]):
 MAC = ("Darwin", "arm64")
 ARM = ("Linux", "aarch64")
 LINUX = ("Linux", "x86_64")
-WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it has wheels"
+WHERE_IT_WORKS = "build and search the index on Linux x86-64, for which ScaNN has wheels"
 
 
 def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
@@ -284,7 +284,8 @@ def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_
         "60 passages: an exact index, because ScaNN cannot be imported on Linux aarch64 with "
         "Python 3."
     )
-    assert [line for line in auto["lines"] if line.startswith(why)]
+    (line,) = [line for line in auto["lines"] if line.startswith(why)]
+    assert line.endswith(f"; for a ScaNN index, {WHERE_IT_WORKS}")
     assert read_manifest(tmp_path / "index")["kind"] == "exact"
     assert len(indexes.open_index(tmp_path / "index").search(["word1"], 3)[0]) == 3
 
