@@ -42,9 +42,13 @@ LONG = (
 # `dev` has all of them.
 NEEDED_PACKAGES = {
     "tests/inference/jetstream/": ("jetstream", "jetstream"),
+    "tests/inference/test_sampling.py": ("torch", "dev"),
     "tests/kernels/test_cpu_kernels.py": ("numba", "cpu"),
     "tests/models/test_quantization.py": ("qwix", "qwix"),
+    "tests/repository/test_docs.py": ("mkdocs", "docs"),
+    "tests/repository/test_readme.py": ("mkdocs", "docs"),
     "tests/runs/test_jetstream_run.py": ("jetstream", "jetstream"),
+    "tests/runs/test_smollm2.py": ("mkdocs", "docs"),
     "tests/tasks/test_prepare.py": ("tensorflow_datasets", "tfds"),
     "tests/test_serve.py": ("jetstream", "jetstream"),
 }
