@@ -35,7 +35,7 @@ endef
 
 .PHONY: train install check test test-faults test-crashes test-slow lint docs clean
 
-$(RUNTIME): requirements.txt pyproject.toml
+$(RUNTIME): pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c '$(CHECK_PYTHON)'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): this takes a few minutes"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install this checkout on every worker: a virtual environment, the package with its extras, and the folders of FETCH.
+# Install this checkout on every worker: a virtual environment, requirements.txt, the package with its extras, and the
+# folders of FETCH.
 # The script checks that every worker sees its chips. If the same checkout is already installed, it installs nothing.
 #
 #     launch/setup.sh [--dry-run] [--env FILE]

@@ -29,7 +29,8 @@ install() {
         fi
         $found -m venv "$BASE/venv"
     fi
-    "$PYTHON" -m pip install --quiet "$BASE/src${extras:+[$extras]}" || die "the package could not be installed"
+    "$PYTHON" -m pip install --quiet --requirement "$BASE/src/requirements.txt" "$BASE/src${extras:+[$extras]}" ||
+        die "the package could not be installed"
     # All workers check at the same time, because JAX sees the chips of a slice only when all of its hosts have started.
     "$PYTHON" - "$platform" <<'PYTHON'
 import socket, sys

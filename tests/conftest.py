@@ -6,6 +6,7 @@ and whole runs in any (`whole_runs.py`), are compiled as users' programs are.
 """
 
 import asyncio
+import importlib.util
 import inspect
 import mmap
 import os
@@ -36,6 +37,35 @@ LONG = (
     "tests/tasks/two_wiki/test_task.py",
     "tests/commands/test_serve.py",
 )
+
+# Files and folders of tests that need an optional package, with the extra that brings it. The extra
+# `dev` has all of them.
+NEEDED_PACKAGES = {
+    "tests/inference/jetstream/": ("jetstream", "jetstream"),
+    "tests/inference/test_sampling.py": ("torch", "dev"),
+    "tests/kernels/test_cpu_kernels.py": ("numba", "cpu"),
+    "tests/models/test_quantization.py": ("qwix", "qwix"),
+    "tests/repository/test_docs.py": ("mkdocs", "docs"),
+    "tests/repository/test_readme.py": ("mkdocs", "docs"),
+    "tests/runs/test_jetstream_run.py": ("jetstream", "jetstream"),
+    "tests/runs/test_smollm2.py": ("mkdocs", "docs"),
+    "tests/tasks/test_prepare.py": ("tensorflow_datasets", "tfds"),
+    "tests/test_serve.py": ("jetstream", "jetstream"),
+}
+
+
+class ModuleOfTests(pytest.Module):
+    """A file of tests, which is skipped before its imports if its optional package is missing."""
+
+    def collect(self) -> list[pytest.Item]:
+        for beginning, (package, extra) in NEEDED_PACKAGES.items():
+            if beginning in self.path.as_posix() and importlib.util.find_spec(package) is None:
+                pytest.skip(f"the extra `{extra}` is not installed", allow_module_level=True)
+        return list(super().collect())
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return ModuleOfTests.from_parent(parent, path=module_path)
 
 
 def known_flags() -> list[str]:

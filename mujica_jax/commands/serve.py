@@ -7,6 +7,8 @@ The checkpoint is given as for `mujica_jax.eval`. It is a run directory or a mod
 policy of a run is served, unless `--policy` names another one. `--adapter` adds a LoRA adapter to a
 model. Ctrl-C or SIGTERM ends the program after it has answered the requests that are being
 processed.
+
+The protocol needs the package google-jetstream, which the extra `jetstream` installs.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoint
+from mujica_jax.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     from mujica_jax.inference.jetstream.server import Server
@@ -130,6 +133,7 @@ def serve(options: ServeArguments) -> None:
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
+    import_extra("jetstream.core.proto.jetstream_pb2_grpc", PROGRAM, extra="jetstream")
     policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
     use_compilation_cache()
     server = _make_server(policy, options)

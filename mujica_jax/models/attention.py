@@ -35,6 +35,7 @@ from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
 from mujica_jax.models.layers import Attend, LayerIndex
 from mujica_jax.models.sharding import RULES
+from mujica_jax.runtime.extras import how_to_install
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
@@ -126,8 +127,8 @@ def check_platform(implementation: Implementation) -> None:
         )
     if implementation == "blocks" and kernels.packed_attention() is None:
         raise UserError(
-            "trainer.attention blocks needs an x86 CPU and the package numba: install the extra "
-            "`cpu`, as in `pip install -e '.[cpu]'` where mujica_jax was cloned, or use auto"
+            "trainer.attention blocks needs an x86 CPU and the package numba: "
+            f"{how_to_install('cpu')}, or use auto"
         )
 
 

@@ -109,8 +109,8 @@ def _convert(file: Path, folder: Path) -> None:
     The token that ends a turn in the file becomes the `eos_token` of the tokenizer. Raises
     UserError if the file lacks a tensor.
     """
-    for name in ("accelerate", "torch"):
-        import_extra(name, str(file), extra="gguf")
+    import_extra("accelerate", str(file), extra="gguf")
+    import_extra("torch", str(file), extra="gguf")
     import transformers
 
     with _quiet(transformers.utils.logging):

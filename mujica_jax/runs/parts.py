@@ -32,7 +32,11 @@ from mujica_jax.records import Question
 from mujica_jax.retrieval.embedding.similarity import find_similarity
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.rewards.reward import STAGED, Correctness, RewardFunction, find_reward
+from mujica_jax.runtime.extras import import_extra
 from mujica_jax.tasks.task import EnvironmentKind, Task
+
+# What a user without the extra `jetstream` can also do.
+NATIVE_ENGINE = ", or set it to native"
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
@@ -134,6 +138,12 @@ def open_generator(
     """
     if engine.kind == "jetstream":
         # This is imported only here, because JetStream's interface imports TensorFlow.
+        import_extra(
+            "jetstream.engine.engine_api",
+            "engine.kind jetstream",
+            extra="jetstream",
+            otherwise=NATIVE_ENGINE,
+        )
         from mujica_jax.inference.jetstream.factory import make_jetstream_generator
 
         return make_jetstream_generator(

@@ -44,12 +44,12 @@ from mujica_jax.runs.commits import record_commits, recorded_commits, use_record
 from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease
 from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
-from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
+from mujica_jax.runs.parts import NATIVE_ENGINE, check_prompts, make_reward, open_adapter
 from mujica_jax.runs.run import Reports, Run
 from mujica_jax.runtime import distributed, provenance
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
-from mujica_jax.runtime.extras import import_extra
+from mujica_jax.runtime.extras import import_extra, require_extra
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.checks import check_task, from_scratch
@@ -531,6 +531,8 @@ def left_out(task: Task) -> str:
 
 def require_packages(config: Config) -> None:
     """Check that the optional packages that the configuration needs are installed."""
+    if config.engine.kind == "jetstream":
+        require_extra("jetstream", "engine.kind jetstream", otherwise=NATIVE_ENGINE)
     if config.engine.weights != "compute":
         import_extra("qwix", f"engine.weights {config.engine.weights}")
     if config.metrics.wandb != "off":

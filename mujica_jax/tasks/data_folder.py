@@ -13,7 +13,6 @@ TensorFlow is needed to read a folder (`open_domain/builders.py`), but not to fi
 import contextlib
 import dataclasses
 import difflib
-import importlib.util
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
+from mujica_jax.runtime.extras import import_extra, require_extra
 from mujica_jax.storage.run_directory import local_folder, run_path
 from mujica_jax.tasks.official_files import OFFICIAL_FILES
 
@@ -41,8 +41,8 @@ TFRECORD_BYTES = 16
 # This file of a prepared folder lists the size and the checksum of each official file.
 SOURCES_FILE = "official_files.json"
 PREPARE = "python -m mujica_jax.tasks.prepare"
-# The same requirements as in requirements.txt.
-REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
+# The extra that installs TensorFlow Datasets and TensorFlow.
+EXTRA = "tfds"
 # Other names of the data sets, in lower case and without punctuation.
 OTHER_NAMES = {
     "2wiki": "two_wiki",
@@ -111,9 +111,8 @@ def check_data_dir(task: object) -> None:
     if parse_name(data_dir).folder.startswith("gs://"):
         return
     data_folder(data_dir, kind)
-    for package in ("tensorflow", "tensorflow_datasets"):
-        if importlib.util.find_spec(package) is None:
-            raise not_installed(f"task.data_dir {data_dir}", f"there is no package {package}")
+    require_extra("tensorflow", f"task.data_dir {data_dir}", extra=EXTRA)
+    require_extra("tensorflow_datasets", f"task.data_dir {data_dir}", extra=EXTRA)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -243,28 +242,16 @@ def damaged(folder: Path, kind: str, reason: str) -> UserError:
     )
 
 
-def not_installed(purpose: str, reason: str) -> UserError:
-    """Return the error for a machine without TensorFlow Datasets.
-
-    `purpose` is the subject of the message. `reason` is its part in parentheses.
-    """
-    packages = " ".join(shlex.quote(requirement) for requirement in REQUIREMENTS)
-    return UserError(
-        f"{purpose} needs TensorFlow Datasets, which is not installed ({reason}): install it with "
-        f"`pip install {packages}`"
-    )
-
-
 def require_tensorflow(purpose: str) -> None:
-    """Import TensorFlow and TensorFlow Datasets. Raises UserError if they are not installed."""
+    """Import TensorFlow and TensorFlow Datasets. Raises UserError if they are not installed.
+
+    `purpose` is the subject of the message.
+    """
     # At a lower level TensorFlow reports missing GPUs and CPU instructions. JAX sets level 1.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    try:
-        import tensorflow
-        import tensorflow_datasets  # noqa: F401
-    except ImportError as error:
-        raise not_installed(purpose, str(error)) from error
+    tensorflow = import_extra("tensorflow", purpose, extra=EXTRA)
+    import_extra("tensorflow_datasets", purpose, extra=EXTRA)
     # TensorFlow only reads files here. Hide the GPUs from it, or it would take all of their memory,
     # which JAX needs. It raises RuntimeError if another library has already started it.
     with contextlib.suppress(RuntimeError):

@@ -586,6 +586,17 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
     assert "engine.weights fp8 needs the package qwix" in message
 
 
+def test_without_jetstream_its_engine_is_refused_before_the_run(refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jetstream", None)
+    message = refused(train, SMOKE, "--run", "run", "--engine.kind", "jetstream")
+    assert message == (
+        "error: engine.kind jetstream needs the package jetstream, but jetstream is not installed: "
+        "install the extra `jetstream`, as in `pip install -e '.[jetstream]'` where mujica_jax was "
+        "cloned, or set it to native\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

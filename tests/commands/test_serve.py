@@ -121,6 +121,19 @@ def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
     assert sentence in message
 
 
+def test_without_jetstream_serving_is_refused_before_the_model_is_read(capsys, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith("jetstream."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jetstream", None)
+    assert serve.main(["--init", "nowhere"]) == 2
+    assert capsys.readouterr().err == (
+        "error: python -m mujica_jax.serve needs the package jetstream, but jetstream is not "
+        "installed: install the extra `jetstream`, as in `pip install -e '.[jetstream]'` where "
+        "mujica_jax was cloned\n"
+    )
+
+
 def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
     """They run as they stand there, with this checkpoint.
 

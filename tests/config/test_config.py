@@ -90,6 +90,7 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 from tests.helpers.episodes import episode
+from tests.helpers.extras import needs
 from tests.helpers.fake_runs import call_fakes
 from tests.helpers.packed_rows import MODEL, TRAINER
 from tests.helpers.paths import HELPERS, ROOT
@@ -443,6 +444,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     )
 
 
+@needs("qwix", "qwix")
 def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy: Any = types.SimpleNamespace(
         policy=lambda state: nnx.state(decoder),

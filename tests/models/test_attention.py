@@ -10,6 +10,7 @@ import pytest
 from mujica_jax.errors import UserError
 from mujica_jax.models import attention
 from mujica_jax.models.attention import check_platform, resolve, segment_attention
+from tests.helpers.extras import needs
 
 
 def packed(
@@ -60,6 +61,7 @@ def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
+@needs("numba", "cpu")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "time"), [(6, 2, 16, 200), (2, 2, 16, 96), (7, 1, 20, 37)]
 )
@@ -78,6 +80,7 @@ def test_blocks_compute_what_xla_does(heads, kv_heads, head_dim, time):
     assert not np.asarray(blocks)[0, time - 7 :].any(), "padding is 0"
 
 
+@needs("numba", "cpu")
 def test_blocks_of_another_conversation_are_not_multiplied():
     """NaN in the keys of another conversation does no harm. A product would spread it."""
     *inputs, segments = packed(288, heads=2, kv_heads=2, head_dim=16)
@@ -96,6 +99,7 @@ def test_the_gpu_path_computes_what_xla_does():
     )  # in float32, where cuDNN has no kernel and the same call runs on XLA
 
 
+@needs("numba", "cpu")
 def test_auto_takes_the_platforms_kernel(monkeypatch):
     for platform, time, chosen in (
         ("cpu", 256, "xla"),

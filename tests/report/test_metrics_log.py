@@ -15,6 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.report.metrics_log import MetricsLog, import_wandb
+from tests.helpers.extras import needs
 from tests.helpers.paths import ROOT
 from tests.helpers.patience import HANG_SECONDS
 
@@ -207,6 +208,7 @@ def wandb_records(directory: Path) -> list[tuple[str, dict]]:
     return records
 
 
+@needs("wandb", "wandb")
 @pytest.mark.slow
 def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(tmp_path):
     # The second start comes past steps that are written.

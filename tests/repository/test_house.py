@@ -71,9 +71,7 @@ SLOW = HEAVY | {
     ).split()
 }
 # What a function may import instead of its module: packages that are slow or that many runs lack.
-LATE_PACKAGES = SLOW | {
-    *"bm25s google_crc32c huggingface_hub jinja2 tensorboardX pypdf bs4 datasets".split()
-}
+LATE_PACKAGES = SLOW | {*"bm25s google_crc32c huggingface_hub jinja2 tensorboardX".split()}
 # Modules of our own that a function may import, because importing them loads this slow package. An
 # entry point may import every module late: it answers `--help` and wrong arguments before.
 LATE_MODULES = {

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.helpers import whole_runs
+from tests.helpers.extras import needs
 from tests.helpers.fake_bucket import serving
 from tests.helpers.paths import ROOT
 from tests.helpers.whole_runs import ADDRESS, CONFIG, DISTURBED, SECONDS, fetched, outcome
@@ -83,6 +84,7 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     }
 
 
+@needs("jetstream", "jetstream")
 @pytest.mark.slow
 def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, tmp_path):
     """The worker reads `engine.kind` from the run. The policies are those of the native engine."""

@@ -27,6 +27,7 @@ from pathlib import Path, PurePath
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import open_file
+from mujica_jax.runtime.extras import import_extra
 
 TEXT_SUFFIXES = (".txt",)
 MARKDOWN_SUFFIXES = (".md", ".markdown")
@@ -39,7 +40,8 @@ HIDDEN_ELEMENTS = ("script", "style", "noscript", "template", "nav", "header", "
 BEIR_CORPUS = "corpus.jsonl"
 # How much of a file is read to see how it begins.
 BEGINNING_BYTES = 1024
-INSTALL = "pip install 'mujica_jax[documents]'"
+# What a user without the extra `documents` can also do.
+SKIP = ", or leave the file out with --skip"
 
 # Characters of scripts without spaces between words: Chinese, Japanese, Thai, Lao, Khmer, Burmese.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -190,10 +192,7 @@ def _read_markdown(path: str | Path, data: bytes) -> Document:
 
 
 def _read_html(path: str | Path, data: bytes) -> Document:
-    try:
-        import bs4
-    except ImportError as error:
-        raise UserError(f"{path} is HTML, which needs beautifulsoup4: `{INSTALL}`") from error
+    bs4 = import_extra("bs4", f"{path} is HTML and", extra="documents", otherwise=SKIP)
     page = bs4.BeautifulSoup(data, "html.parser")
     heading = page.find("h1")
     title = page.title.get_text() if page.title else heading.get_text() if heading else ""
@@ -206,10 +205,7 @@ def _read_html(path: str | Path, data: bytes) -> Document:
 
 
 def _read_pdf(path: str | Path, data: bytes) -> Document:
-    try:
-        import pypdf
-    except ImportError as error:
-        raise UserError(f"{path} is a PDF, which needs pypdf: `{INSTALL}`") from error
+    pypdf = import_extra("pypdf", f"{path} is a PDF and", extra="documents", otherwise=SKIP)
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
         pages = [page.extract_text() for page in reader.pages]

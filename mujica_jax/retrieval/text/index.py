@@ -142,7 +142,10 @@ def choose_kind(passages: int) -> tuple[Kind, str]:
     try:
         package()
     except ScannMissingError as missing:
-        return "exact", f"{passages:,} passages: an exact index, because {missing.reason}"
+        return "exact", (
+            f"{passages:,} passages: an exact index, because {missing.reason}; for a ScaNN index, "
+            f"{missing.advice}"
+        )
     reason = f"exact up to {MAX_EXACT_PASSAGES:,}; --kind exact builds an exact index anyway"
     return "scann", f"{passages:,} passages: a ScaNN index ({reason})"
 
@@ -269,7 +272,7 @@ def _load_scann(folder: Path, manifest: Mapping[str, Any], rows: int) -> ScannSe
         raise UserError(
             f"the index {folder} is of kind scann, but {missing.reason}: build an exact index of "
             f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
-            "exact --out DIR`), or open it on Linux x86-64"
+            f"exact --out DIR`), or {missing.advice}"
         ) from missing
 
 

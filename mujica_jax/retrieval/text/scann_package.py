@@ -18,24 +18,27 @@ import numpy as np
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.manifest import read_json, write_json
 from mujica_jax.retrieval.text.vectors import Embeddings
+from mujica_jax.runtime.extras import how_to_install
 
 CHUNK_ROWS = 32_768
-REQUIREMENT = "scann==1.4.2"  # as requirements.txt has it
 MAX_REASON = 200  # characters of an import error that are shown
 
 
 class ScannMissingError(UserError):
     """ScaNN cannot be imported here.
 
-    `reason` names the platform and the error without saying what to do.
+    `reason` names the platform and the error. `advice` says what to do to have ScaNN. `is_installed`
+    is true for a ScaNN that does not fit the other packages.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_installed: bool) -> None:
+        advice = _where_scann_works(is_installed)
         super().__init__(
             f"{reason}: use --kind exact, which searches on any platform (approximately on an "
-            f"accelerator with --recall-target 0.95), or {_where_scann_works()}"
+            f"accelerator with --recall-target 0.95), or {advice}"
         )
         self.reason = reason
+        self.advice = advice
 
 
 def package() -> Any:
@@ -50,7 +53,10 @@ def package() -> Any:
     # Not only ImportError: beside another TensorFlow it fails with an error of TensorFlow's own.
     except Exception as error:
         message = " ".join(str(error).split())[:MAX_REASON]
-        raise ScannMissingError(f"ScaNN cannot be imported on {_platform()} ({message})") from error
+        raise ScannMissingError(
+            f"ScaNN cannot be imported on {_platform()} ({message})",
+            is_installed=not isinstance(error, ModuleNotFoundError),
+        ) from error
 
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True
@@ -73,14 +79,18 @@ def _platform() -> str:
     )
 
 
-def _where_scann_works() -> str:
+def _where_scann_works(is_installed: bool) -> str:
     """Return what the user can do to have ScaNN.
 
-    A platform that has wheels needs a package. On any other platform there is no ScaNN.
+    A platform that has wheels needs the package, or releases of others that work with it. On any
+    other platform there is no ScaNN.
     """
     if platform.system() == "Linux" and platform.machine() == "x86_64":
-        return f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)"
-    return "build and search a ScaNN index on Linux x86-64, for which it has wheels"
+        advice = how_to_install("scann")
+        if is_installed:
+            advice += ", with the TensorFlow of the extra `tfds` or with none"
+        return advice
+    return "build and search the index on Linux x86-64, for which ScaNN has wheels"
 
 
 # ---- Workaround 1: an index written in chunks ----

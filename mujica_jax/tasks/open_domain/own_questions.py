@@ -10,6 +10,7 @@ from typing import Any
 
 from mujica_jax.config.tasks import OwnQuestionsConfig
 from mujica_jax.errors import UserError
+from mujica_jax.runtime.extras import import_extra
 from mujica_jax.tasks.open_domain.own_records import (
     FORMATS,
     SPLIT_NAMES,
@@ -89,14 +90,11 @@ def read_hub_dataset(name: str) -> Iterator[OwnRecord]:
 
     Needs the package datasets and, the first time, the network. Raises UserError without them.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # optional, see the message below
-    except ImportError as error:
-        raise UserError(
-            f"task.data_dir is {HUB_PREFIX}{name} and the package datasets is not installed: "
-            "`pip install datasets`, or download the data set and give its folder"
-        ) from error
-
+    datasets = import_extra(
+        "datasets",
+        f"task.data_dir {HUB_PREFIX}{name}",
+        otherwise=", or download the data set and give its folder",
+    )
     path, _, configuration = name.partition(":")
     try:
         splits: Mapping[str, Any] = datasets.load_dataset(path, configuration or None)

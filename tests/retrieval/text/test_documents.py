@@ -1,6 +1,7 @@
 """Documents as passages: what is read of each format, how it is cut, and what is refused."""
 
 import json
+import sys
 
 import pytest
 
@@ -142,6 +143,19 @@ def test_what_holds_no_text_is_refused_or_skipped(tmp_path, capsys):
     assert index.main(build) == 2
     assert index.main([*build[:-1], str(tmp_path / "skipped"), "--skip"]) == 0
     assert "4 passages were skipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("package", "name"), [("bs4", "page.html"), ("pypdf", "page.pdf")])
+def test_without_the_package_of_a_format_its_extra_is_named(tmp_path, monkeypatch, package, name):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_text(PAGE)
+    with pytest.raises(UserError) as caught:
+        read_document(tmp_path / name)
+    assert str(caught.value).endswith(
+        f" and needs the package {package}, but {package} is not installed: install the extra "
+        "`documents`, as in `pip install -e '.[documents]'` where mujica_jax was cloned, or leave "
+        "the file out with --skip"
+    )
 
 
 def test_folders_and_flags_that_fit_no_document_are_refused(tmp_path, capsys):

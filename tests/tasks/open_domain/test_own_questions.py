@@ -1,8 +1,10 @@
 """Questions of your own in the forms of other projects: what is read, and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -171,6 +173,21 @@ def test_questions_without_passages_need_an_index(tmp_path):
         questions_of(tmp_path)
 
 
-def test_a_data_set_of_the_hub_needs_a_package_or_the_network():
-    with pytest.raises(UserError, match="give its folder"):
+def test_a_data_set_of_the_hub_needs_a_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError) as caught:
+        build(OwnQuestionsConfig(data_dir="hf:nobody/nothing", top_k=1))
+    assert str(caught.value) == (
+        "task.data_dir hf:nobody/nothing needs the package datasets, but datasets is not installed: "
+        "install the extra `datasets`, as in `pip install -e '.[datasets]'` where mujica_jax was "
+        "cloned, or download the data set and give its folder"
+    )
+
+
+def test_a_data_set_of_the_hub_needs_the_network(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
+    # This is what HF_HUB_OFFLINE=1 sets when the two packages are imported.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"the data set nobody/nothing cannot be loaded \(.*folder"):
         build(OwnQuestionsConfig(data_dir="hf:nobody/nothing", top_k=1))

@@ -24,6 +24,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.records import Question
 from mujica_jax.tasks.open_domain.records import read_open_records, read_set
 from mujica_jax.tasks.open_domain.task import OpenDomain, build
+from tests.helpers.extras import needs
 from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import DATA, needs_data
 
@@ -359,6 +360,7 @@ except builders.UserError as error:
 """
 
 
+@needs("tensorflow_datasets", "tfds")
 @pytest.mark.slow
 def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path):
     served = tmp_path / "served"
