@@ -155,6 +155,9 @@ NAMES = "|".join(program.name for program in PROGRAMS)
 # Lines that no parser of ours reads, by how they begin, with the reason why they are not checked.
 UNCHECKED = {
     "source .venv/bin/activate": "the shell's own",
+    "git clone REPOSITORY ": "needs a place to clone from",
+    "cd mujica_jax": "the shell's own",
+    "python3 -m venv .venv": "Python's own; tests/repository/test_make.py makes an environment",
     "export OPENAI_API_KEY=": "the shell's own",
     "until COMMAND; do sleep 10; done": "the shell's own",
     "cp launch/env.example launch/env": "copies a file; tests/launch reads its lines",

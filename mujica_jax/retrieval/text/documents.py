@@ -174,7 +174,18 @@ def read_document(path: str | Path) -> Document:
     if not text:
         raise UserError(f"{path} holds no text: remove it, or leave it out with --skip")
     title = " ".join(document.title.split()) or PurePath(str(path)).stem
-    return Document(title=title, text=text)
+    return Document(title=title, text=_without_title_line(text, title))
+
+
+def _without_title_line(text: str, title: str) -> str:
+    """Return the text without its first line if that is the title, unless nothing else is there.
+
+    A passage is shown and searched together with its title, so the line would stand there twice.
+    """
+    first_line, _, rest = text.partition("\n")
+    if " ".join(first_line.split()).casefold() == title.casefold() and rest.strip():
+        return rest.strip()
+    return text
 
 
 def _decoded(path: str | Path, data: bytes) -> str:
@@ -194,8 +205,8 @@ def _read_markdown(path: str | Path, data: bytes) -> Document:
 def _read_html(path: str | Path, data: bytes) -> Document:
     bs4 = import_extra("bs4", f"{path} is HTML and", extra="documents", otherwise=SKIP)
     page = bs4.BeautifulSoup(data, "html.parser")
-    heading = page.find("h1")
-    title = page.title.get_text() if page.title else heading.get_text() if heading else ""
+    heading = page.title or page.find("h1")
+    title = heading.get_text() if heading else ""
     for element in page(HIDDEN_ELEMENTS):
         element.decompose()
     if page.head:

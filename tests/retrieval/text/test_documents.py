@@ -43,6 +43,13 @@ def test_text_markdown_html_and_pdf_are_read_with_their_titles(tmp_path):
     assert documents["report.pdf"].text == "Tisby has a port.\n\nIt is old (1250)."
 
 
+def test_a_first_line_that_repeats_the_title_is_left_out_once(tmp_path):
+    (tmp_path / "guide.md").write_text("# A guide\n\nA guide to Tisby.\n")
+    (tmp_path / "only.md").write_text("# Only a heading\n")
+    assert read_document(tmp_path / "guide.md").text == "A guide to Tisby."
+    assert read_document(tmp_path / "only.md").text == "Only a heading"
+
+
 def test_chunks_are_whole_sentences_that_share_their_borders():
     """Four sentences of 3, 4, 3 and 5 tokens, the full stops counted, by hand."""
     text = "One two. Three four five. Six seven. Eight nine ten eleven."
