@@ -352,7 +352,7 @@ def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalA
         checkpoint=checkpoint,
         remote_url=remote_url,
     )
-    config = _base_config(words, named_config=named_config, checkpoint=checkpoint)
+    config = base_config(words, named_config=named_config, checkpoint=checkpoint)
 
     # Parse the other flags. The sections of that configuration are their defaults.
     section_names = vars(config).keys() & {
@@ -375,9 +375,7 @@ def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalA
     options = override(defaults, words, prog=program_name("eval"), program=HELP)
 
     changed_sections = {name: getattr(options, name) for name in section_names}
-    if isinstance(options.task, schema.TwoWikiConfig):
-        # Augmented copies of graphs are for demonstrations only.
-        changed_sections["task"] = dataclasses.replace(options.task, augmented_copies=0)
+    changed_sections["task"] = without_copies(options.task)
     if remote_url is not None:
         # The endpoint uses its own engine, so the configured engine does not matter.
         changed_sections["engine"] = dataclasses.replace(
@@ -409,7 +407,7 @@ def _check_endpoint(
         )
 
 
-def _base_config(
+def base_config(
     words: Sequence[str], *, named_config: Config | None, checkpoint: str | None
 ) -> Config:
     """Return the configuration that the flags change.
@@ -455,6 +453,13 @@ def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
     if not isinstance(task, schema.TwoWikiConfig):
         return task
     return dataclasses.replace(task, dev_questions=None, test_questions=None)
+
+
+def without_copies(task: schema.TaskConfig) -> schema.TaskConfig:
+    """Return the task without augmented copies of its graph, which only demonstrations need."""
+    if not isinstance(task, schema.TwoWikiConfig):
+        return task
+    return dataclasses.replace(task, augmented_copies=0)
 
 
 def other_agent(arguments: Sequence[str]) -> str | None:

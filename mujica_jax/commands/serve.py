@@ -1,92 +1,129 @@
-"""Serve a policy over gRPC with JetStream's protocol (docs/guides/serving.md).
+"""Serve a policy and the agent that it plays: a page to ask, and OpenAI's interface.
 
-    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|HF_NAME|FILE.gguf|smollm2 [--policy N] \\
-        [--adapter DIR] --port 9000
+    python -m mujica_jax.serve RUN [--policy N] [--port 8000] [flags]
+    python -m mujica_jax.serve HF_DIR|FILE.gguf|smollm2|HUB_NAME [--adapter DIR] [--config CONFIG]
+    python -m mujica_jax.serve --config CONFIG --remote.base-url URL --remote.model NAME ...
 
-The checkpoint is given as for `mujica_jax.eval`. It is a run directory or a model. The latest
-policy of a run is served, unless `--policy` names another one. `--adapter` adds a LoRA adapter to a
-model. Ctrl-C or SIGTERM ends the program after it has answered the requests that are being
-processed.
+One port serves the page and the interface (docs/guides/serving.md). A run and an adapter of a run
+bring their configuration, which says what the agent searches. A model without a configuration is
+served without an agent. `--grpc-port` also serves the policy over gRPC, with JetStream's protocol.
 
-The protocol needs the package google-jetstream, which the extra `jetstream` installs.
+Ctrl-C or SIGTERM ends the program after it has answered the requests that are being processed.
 """
 
+import contextlib
 import dataclasses
-import queue
-import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from mujica_jax.config.checks import check_engine
-from mujica_jax.config.command_line import override
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.config.checks import check, check_engine, check_remote
+from mujica_jax.config.command_line import override, take_flag
+from mujica_jax.config.files import load_config
 from mujica_jax.config.program_help import ProgramHelp, program_name
-from mujica_jax.config.schema import EngineConfig
+from mujica_jax.config.schema import AgentConfig, Config, EngineConfig, RemoteConfig, TaskConfig
 from mujica_jax.errors import UserError
-from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoint
+from mujica_jax.runs.endpoint import open_endpoint
+from mujica_jax.runs.policies import find_policy, init_as_checkpoint, is_run
 from mujica_jax.runtime.extras import import_extra
+from mujica_jax.storage.run_directory import run_path
+from mujica_jax.tasks.data_folder import check_data_dir
 
 if TYPE_CHECKING:
-    from mujica_jax.inference.jetstream.server import Server
+    from mujica_jax.web.served import ServedModels
 
 HELP = ProgramHelp(
-    summary="Serve a policy over gRPC with JetStream's protocol, until Ctrl-C or SIGTERM ends the "
-    "program.",
-    usage="--checkpoint RUN|MODEL [flags]",
+    summary="Serve a policy and its agent on one port, until Ctrl-C or SIGTERM ends the program: a "
+    "page to ask and to look at runs, and OpenAI's interface.",
+    usage="RUN|MODEL [flags]",
     examples={
-        "--checkpoint runs/first": "Serve the newest policy of a run on port 9000.",
-        "--init smollm2 --port 0 --metrics-port 9090": "Serve a model on a free port, with metrics "
-        "for Prometheus.",
+        "runs/first": "Serve the newest policy of a run at http://127.0.0.1:8000.",
+        "smollm2 --adapter adapters/two_wiki_text_smollm2 --task.data-dir DIR --port 0": "Serve a "
+        "model with an adapter on a free port.",
     },
     common={
-        "Policy": ("checkpoint", "policy", "adapter", "dtype"),
-        "Address": ("host", "port", "metrics_port"),
+        "Policy": ("checkpoint", "policy", "adapter", "dtype", "remote.base_url", "remote.model"),
+        "What is searched": ("task.data_dir", "task.index", "task.retriever", "sources"),
+        "Agent": ("agent.kind", "agents"),
+        "Address": ("host", "port", "grpc_port", "api_key_file"),
         "Answers": ("max_tokens", "max_new_tokens", "temperature", "seed"),
         "Sizes": ("queue_size", "engine.max_num_seqs", "engine.tensor_parallel_size"),
+        "Page": ("runs",),
     },
 )
-# The default limit on the tokens of a prompt with its answer. A shorter context lowers it.
-MAX_TOKENS = 4096
-# The time to finish requests after the program was asked to end.
+LOOPBACK = "127.0.0.1"
+MAX_PORT = 2**16 - 1
+# The time to finish gRPC requests after the program was asked to end.
 GRACE_SECONDS = 30.0
 MINIMUMS = {"max_tokens": 2, "max_new_tokens": 1, "temperature": 0, "queue_size": 0, "seed": 0}
+# Engine of a model without a configuration.
+ENGINE = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeArguments:
-    """Serve a policy over gRPC with JetStream's protocol."""
+    """Serve a policy: a page, and OpenAI's interface.
+
+    The first word is the model. `--config NAME` names a configuration, which says what an agent
+    searches. A run directory brings its own.
+    """
 
     # The model to serve: a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory or
-    # name, a GGUF file, or smollm2.
-    checkpoint: str
+    # name, a GGUF file, or smollm2. None: the model behind `remote.base_url`.
+    checkpoint: str | None
     # Number of the run's policy to serve. Without this flag it is the latest policy.
     policy: int | None = None
-    # Folder or Hugging Face name of a LoRA adapter in PEFT's format, to add to a checkpoint that is
-    # not a run directory.
+    # Folder of a LoRA adapter in PEFT's format, to add to a checkpoint that is not a run directory.
     adapter: str | None = None
     # Address to listen on. 0.0.0.0 accepts connections from other machines. They are not encrypted.
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     # Port to listen on. 0 chooses a free one.
-    port: int = 9000
-    # Port for Prometheus metrics over HTTP. Without this flag there are none.
-    metrics_port: int | None = None
-    # Maximum number of tokens in a prompt and its answer together. The default is 4096, or the
-    # context length of the model if that is shorter.
+    port: int = 8000
+    # Port for JetStream's gRPC protocol (extra `jetstream`). Without this flag there is none.
+    grpc_port: int | None = None
+    # File whose first line is an API key. Requests without it are refused.
+    api_key_file: str | None = None
+    # More run directories to show on the page.
+    runs: tuple[str, ...] = ()
+    # Maximum number of tokens in a prompt and its answer together. The default is the longest
+    # conversation of the agent; without an agent it is 4096, or the model's context if that is
+    # shorter.
     max_tokens: int | None = None
     # Maximum number of tokens in an answer, for requests that do not set a limit.
     max_new_tokens: int = 512
-    # Sampling temperature. 0: always take the most likely token.
+    # Sampling temperature, for requests that set none. 0: always take the most likely token.
     temperature: float = 0.0
     # Number of requests that may wait while others are processed. Further requests are refused.
     queue_size: int = 64
-    # Number type of weights and matrix products.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # Seed of the sampling.
+    # Number type of weights and matrix products. The default is that of the run, and bfloat16 for a
+    # model without a configuration.
+    dtype: Literal["float32", "bfloat16"] | None = None
+    # Seed of the first request that sets none.
     seed: int = 0
 
     engine: EngineConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgentServeArguments(ServeArguments):
+    """Serve a policy and its agent: a page, and OpenAI's interface.
+
+    The first word is the model. `--config NAME` names a configuration, which says what an agent
+    searches. A run directory brings its own.
+    """
+
+    # Kinds of further agents, which the page offers beside the agent of the configuration.
+    agents: tuple[str, ...] = ()
+    # Further indexes of passages that the page offers, as in NAME=DIRECTORY or NAME=http://HOST:PORT.
+    sources: tuple[str, ...] = ()
+
+    task: TaskConfig
+    agent: AgentConfig
+    remote: RemoteConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,30 +132,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 0: a signal ended the program.
     - 2: the user made a mistake.
     """
-    words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
-    engine = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
-        defaults = ServeArguments(checkpoint=tyro.MISSING, engine=engine)
-        options = override(defaults, words, prog=program_name("serve"), program=HELP)
-        _check(options)
-        serve(options)
+        options, config = parse(sys.argv[1:] if arguments is None else arguments)
+        serve(options, config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def parse(arguments: Sequence[str]) -> tuple[ServeArguments, Config | None]:
+    """Return the arguments, and the configuration with their changes. None: there is none.
+
+    Raises UserError.
+    """
+    words = init_as_checkpoint(arguments)
+    if words and not words[0].startswith("-"):
+        words = ["--checkpoint", *words]
+    name = take_flag(words, "--config")
+    checkpoint = take_flag([*words], "--checkpoint")
+    config = _base_config(words, name=name, checkpoint=checkpoint)
+    has_endpoint = any(word.startswith("--remote.base") for word in words)
+    model = tyro.MISSING if checkpoint is None and not has_endpoint else checkpoint
+
+    if config is None:
+        _refuse_agent_flags(words, checkpoint)
+        defaults = ServeArguments(checkpoint=model, engine=ENGINE)
+        options = override(defaults, words, prog=program_name("serve"), program=HELP)
+        check_engine(options)
+        _check(options)
+        return options, None
+
+    agent_defaults = AgentServeArguments(
+        checkpoint=model,
+        engine=config.engine,
+        task=evaluation.uncapped(config.task),
+        agent=config.agent,
+        remote=RemoteConfig(),
+    )
+    agent_options = override(agent_defaults, words, prog=program_name("serve"), program=HELP)
+    config = dataclasses.replace(
+        config,
+        engine=agent_options.engine,
+        task=evaluation.without_copies(agent_options.task),
+        agent=agent_options.agent,
+    )
+    check(config)
+    check_remote(agent_options.remote)
+    check_data_dir(config.task)
+    _check(agent_options)
+    _check_agent(agent_options)
+    return agent_options, config
+
+
+def _base_config(
+    words: Sequence[str], *, name: str | None, checkpoint: str | None
+) -> Config | None:
+    """Return the configuration that the flags change. None: a model without one."""
+    named_config = None if name is None else load_config(name)
+    adapter = take_flag([*words], "--adapter")
+    brings_config = checkpoint is not None and is_run(run_path(checkpoint))
+    brings_config = brings_config or (adapter is not None and is_run(run_path(adapter)))
+    asks_for_help = "--help" in words or "-h" in words
+    if named_config is None and not brings_config and not asks_for_help:
+        return None
+    return evaluation.base_config(words, named_config=named_config, checkpoint=checkpoint)
+
+
+def _refuse_agent_flags(words: Sequence[str], checkpoint: str | None) -> None:
+    """Refuse flags of agents and tasks for a model without a configuration. Raises UserError."""
+    for word in words:
+        if word.startswith(("--task.", "--agent.", "--agents", "--sources", "--remote.")):
+            raise UserError(
+                f"{word.partition('=')[0]} is given, but {checkpoint or 'the endpoint'} has no "
+                "configuration that says what an agent searches: add --config CONFIG, such as "
+                "two_wiki_text_smollm2"
+            )
+
+
 def _check(options: ServeArguments) -> None:
     """Check the flags. Raises UserError that names the first invalid flag."""
-    check_engine(options)
     for name, minimum in MINIMUMS.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {minimum}")
-    for name, port in (("port", options.port), ("metrics-port", options.metrics_port)):
-        if port is not None and not 0 <= port < 2**16:
+    for name, port in (("port", options.port), ("grpc-port", options.grpc_port)):
+        if port is not None and not 0 <= port <= MAX_PORT:
             raise UserError(
-                f"--{name} is {port} and must be from 0, which chooses a free port, to {2**16 - 1}"
+                f"--{name} is {port} and must be from 0, which chooses a free port, to {MAX_PORT}"
             )
     if options.max_tokens is not None and options.max_new_tokens >= options.max_tokens:
         raise UserError(
@@ -127,68 +228,145 @@ def _check(options: ServeArguments) -> None:
         )
 
 
-def serve(options: ServeArguments) -> None:
-    """Load the policy and serve it until a signal ends the program."""
-    # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
-    from mujica_jax.inference.counters import LiveCounters, serve_metrics
-    from mujica_jax.runtime.compilation_cache import use_compilation_cache
+def _check_agent(options: AgentServeArguments) -> None:
+    """Check the flags of an agent. Raises UserError."""
+    longest = options.agent.max_trajectory_tokens
+    if options.max_tokens is not None and options.max_tokens < longest:
+        raise UserError(
+            f"--max-tokens is {options.max_tokens}, but conversations of the agent may have "
+            f"agent.max_trajectory_tokens {longest}: raise the first, or lower the second"
+        )
+    if options.remote.base_url is not None:
+        for name in ("checkpoint", "policy", "adapter", "grpc_port"):
+            value = getattr(options, name)
+            if value is not None:
+                raise UserError(
+                    f"--remote.base-url is {options.remote.base_url}, and --{name.replace('_', '-')} "
+                    f"is {value}, but the endpoint has the model: leave one of them out"
+                )
 
-    import_extra("jetstream.core.proto.jetstream_pb2_grpc", PROGRAM, extra="jetstream")
+
+def places_of(sources: Sequence[str]) -> dict[str, str]:
+    """Return the places of NAME=PLACE, by name. Raises UserError."""
+    places: dict[str, str] = {}
+    for source in sources:
+        name, equals, place = source.partition("=")
+        if not (name and equals and place):
+            raise UserError(
+                f"--sources is {source!r}: give NAME=DIRECTORY or NAME=http://HOST:PORT"
+            )
+        if name in places:
+            raise UserError(f"--sources names {name} twice: choose another name for one of them")
+        places[name] = place
+    return places
+
+
+def read_api_key(file: str | None) -> str | None:
+    """Return the key in a file. Raises UserError if there is none."""
+    if file is None:
+        return None
+    from mujica_jax.web.api_key import first_key
+
+    try:
+        key = first_key(Path(file).read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--api-key-file {file} cannot be read ({error}): check the path"
+        ) from error
+    if key is None:
+        raise UserError(f"--api-key-file {file} holds no key: write the key into its first line")
+    return key
+
+
+def serve(options: ServeArguments, config: Config | None) -> None:
+    """Load the policy and serve it until a signal ends the program. Raises UserError."""
+    # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
+    from mujica_jax.retrieval.service import address_of, open_port, serve_until_told
+    from mujica_jax.web.app import LOOPBACK_HOSTS, create_app
+
+    if options.grpc_port is not None:
+        import_extra("jetstream.core.proto.jetstream_pb2_grpc", "--grpc-port", extra="jetstream")
+    api_key = read_api_key(options.api_key_file)
+    hosts = LOOPBACK_HOSTS if options.host == LOOPBACK else ("*",)
+    runs = list(options.runs)
+    if options.checkpoint is not None and is_run(run_path(options.checkpoint)):
+        runs.insert(0, options.checkpoint)
+
+    with contextlib.ExitStack() as stack:
+        # A taken port is reported before the model is loaded.
+        server_socket = stack.enter_context(
+            contextlib.closing(open_port(options.host, options.port))
+        )
+        served = open_models(options, config)
+        assert served.background is not None, "a model is served"
+        app = create_app(runs, served=served, allowed_hosts=hosts, api_key=api_key)
+
+        served.background.start()
+        stack.callback(served.background.stop)
+        if options.grpc_port is not None:
+            _start_grpc(options, served, stack)
+        address = address_of(server_socket)
+        announcement = (
+            f"serving {served.name} at {address}; OpenAI's interface is at {address}/v1 "
+            "(Ctrl-C ends the program)"
+        )
+        serve_until_told(app, server_socket, announcement)
+
+
+def open_models(options: ServeArguments, config: Config | None) -> "ServedModels":
+    """Load the policy, or connect to its endpoint. Raises UserError."""
+    from mujica_jax.runtime.compilation_cache import use_compilation_cache
+    from mujica_jax.web import models
+
+    limits = models.ServingLimits(
+        max_tokens=options.max_tokens,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        queue_size=options.queue_size,
+        seed=options.seed,
+    )
+    if isinstance(options, AgentServeArguments) and options.remote.base_url is not None:
+        assert config is not None, "an endpoint needs a configuration"
+        endpoint = open_endpoint(options.remote, run_path("eval"))
+        return models.open_served_endpoint(
+            endpoint,
+            config,
+            limits=limits,
+            agents=options.agents,
+            places=places_of(options.sources),
+        )
+
+    assert options.checkpoint is not None, "the arguments were checked"
     policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
     use_compilation_cache()
-    server = _make_server(policy, options)
-
-    # A threading.Event would not work here. If the signal came while `wait` holds the lock of the
-    # event, a handler that sets the event would wait forever.
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: signals.put(number))
-
-    port = server.start()
-    close_metrics = None
-    if options.metrics_port is not None:
-        counters = LiveCounters(lambda: server.statistics)
-        metrics_port, close_metrics = serve_metrics(
-            counters, port=options.metrics_port, host=options.host
-        )
-        print(f"metrics at http://{options.host}:{metrics_port}/metrics", flush=True)
-    print(f"serving {policy.name} at {options.host}:{port}", flush=True)
-    signals.get()
-
-    server.stop(grace_seconds=GRACE_SECONDS)
-    if close_metrics is not None:
-        close_metrics()
-
-
-def _make_server(policy: SavedPolicy, options: ServeArguments) -> "Server":
-    """Load the policy and return a server for it, which is not started."""
-    from mujica_jax.inference.generator import check_temperatures
-    from mujica_jax.inference.jetstream.server import Server
-    from mujica_jax.inference.requests import SamplingParams
-    from mujica_jax.runs.parts import open_generator
-
-    tokenizer, decoder = policy.load(options.dtype, context_tokens=options.max_tokens or 0)
-    max_tokens = options.max_tokens
-    max_new_tokens = options.max_new_tokens
-    if max_tokens is None:
-        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
-        # Keep at least half of the tokens for the prompt.
-        max_new_tokens = min(max_new_tokens, max_tokens // 2)
-
-    generator = open_generator(
-        decoder,
+    dtype = options.dtype or ("bfloat16" if config is None else config.trainer.dtype)
+    is_agent = isinstance(options, AgentServeArguments)
+    return models.open_policy(
+        policy,
+        config,
         options.engine,
-        tokenizer,
-        positions=max_tokens,
-        queue_size=options.queue_size,
+        limits=limits,
+        dtype=dtype,
+        agents=options.agents if is_agent else (),
+        places=places_of(options.sources) if is_agent else {},
     )
-    if options.engine.factory is not None:
-        check_temperatures(
-            generator.capabilities,
-            {"--temperature": options.temperature},
-            f"engine.factory {options.engine.factory}",
-        )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed
+
+
+def _start_grpc(
+    options: ServeArguments, served: "ServedModels", stack: contextlib.ExitStack
+) -> None:
+    """Serve the policy with JetStream's protocol too, until the stack is closed."""
+    from mujica_jax.inference.jetstream.server import Server
+
+    assert served.policy is not None, "an endpoint is not served over gRPC"
+    assert options.grpc_port is not None, "the caller checked that there is a port"
+    server = Server(
+        served.policy.background,
+        served.policy.defaults,
+        tokenizer=served.policy.tokenizer,
+        host=options.host,
+        port=options.grpc_port,
     )
-    return Server(generator, sampling, tokenizer=tokenizer, host=options.host, port=options.port)
+    port = server.start()
+    stack.callback(server.stop, grace_seconds=GRACE_SECONDS)
+    print(f"gRPC with JetStream's protocol at {options.host}:{port}", flush=True)

@@ -43,6 +43,8 @@ def type_in_words(hint: Any, *, section: str, boolean: str = "True or False") ->
         return " or ".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         members = typing.get_args(hint)
+        if members[-1] is ...:
+            return f"{type_in_words(members[0], section=section)}, one or several"
         return ", ".join(type_in_words(member, section=section) for member in members)
     options = union_members(hint)
     if len(options) > 1:

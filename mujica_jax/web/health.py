@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mujica_jax.inference.counters import LiveCounters
-from mujica_jax.inference.generator import GeneratorStatistics
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.web.served import ServedModels
 
 
@@ -14,9 +14,8 @@ def health_router(served: ServedModels) -> APIRouter:
     router = APIRouter()
     registry = CollectorRegistry()
     background = served.background
-    if background is not None and isinstance(
-        getattr(background.generator, "statistics", None), GeneratorStatistics
-    ):
+    # A generator of an endpoint has counters of another kind.
+    if background is not None and isinstance(background.generator, PolicyGenerator):
         # A collector needs only a method `collect`.
         registry.register(LiveCounters(lambda: background.statistics))  # pyright: ignore[reportArgumentType]
 

@@ -132,8 +132,8 @@ class ServedPolicy:
             reason = "length"
         yield Piece(text="", token_ids=(), finish_reason=reason)
 
-    def _stop_ids(self, more: Sequence[int]) -> frozenset[int]:
-        return self._stop_token_ids | frozenset(more)
+    def _stop_ids(self, requested: Sequence[int]) -> frozenset[int]:
+        return self._stop_token_ids | frozenset(requested)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
