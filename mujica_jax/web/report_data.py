@@ -337,9 +337,7 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
     return thinned if thinned[-1] is points[-1] else [*thinned, points[-1]]
 
 
-def _times(
-    lines: Sequence[Mapping[str, Any]], phase_names: Sequence[str]
-) -> list[dict[str, Any]]:
+def _times(lines: Sequence[Mapping[str, Any]], phase_names: Sequence[str]) -> list[dict[str, Any]]:
     """Return how many seconds each phase spent in each stage.
 
     A phase writes its line before it counts as finished, so the newest line may have no name yet.
@@ -369,9 +367,7 @@ def _last_line(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"phase": last["phase"], "step": last["step"], "time": last.get("time")}
 
 
-def _warnings(
-    lines: Sequence[Mapping[str, Any]], phases: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def _warnings(lines: Sequence[Mapping[str, Any]], phases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each number that a user should look at."""
     sentences = []
     for phase in phases:

@@ -1,8 +1,8 @@
 """The routes of trajectories: the runs with their sets, the list, one trajectory, the attempts.
 
-    GET /api/runs
-    GET /api/runs/RUN/trajectories?set=round-1&reward_min=0.5&text=...&sort=reward&offset=0&limit=50
-    GET /api/runs/RUN/trajectories/SET/SHARD/ROW
+GET /api/runs
+GET /api/runs/RUN/trajectories?set=round-1&reward_min=0.5&text=...&sort=reward&offset=0&limit=50
+GET /api/runs/RUN/trajectories/SET/SHARD/ROW
 """
 
 import dataclasses

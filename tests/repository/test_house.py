@@ -83,7 +83,9 @@ MOST_MODULES = 600  # that an entry point loads before it has read its arguments
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 ENTRY_POINTS = [
-    name for name in ("train", "eval", "sample", "index", "view") if (PACKAGE / f"{name}.py").exists()
+    name
+    for name in ("train", "eval", "sample", "index", "view")
+    if (PACKAGE / f"{name}.py").exists()
 ]
 
 

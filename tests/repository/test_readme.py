@@ -20,6 +20,7 @@ import pytest
 from docs.hooks import PAGE
 from mujica_jax import eval as evaluation
 from mujica_jax import index, sample, serve
+from mujica_jax.commands import report, view
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
@@ -201,7 +202,7 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "sample", "index", "serve", "tasks.prepare")
+CHECKED = ("train", "eval", "sample", "index", "serve", "view", "report", "tasks.prepare")
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -293,6 +294,16 @@ def test_the_arguments_of_serve_are_taken(command, monkeypatch):
     monkeypatch.setattr(serve, "serve", taken.append)
     assert serve.main(command.words) == 0
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("view"), ids=ids_of(started("view")))
+def test_the_arguments_of_view_are_taken(command):
+    assert view._parser().parse_args(command.words).runs
+
+
+@pytest.mark.parametrize("command", started("report"), ids=ids_of(started("report")))
+def test_the_arguments_of_report_are_taken(command):
+    assert report._parser().parse_args(command.words).runs
 
 
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))

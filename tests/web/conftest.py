@@ -29,6 +29,6 @@ def run_directory(written_run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def client(run_directory: Path) -> Iterator[httpx.Client]:
     """A client of the application that shows the run."""
-    with app_served(create_app([str(run_directory)])) as address:
-        with httpx.Client(base_url=address) as http_client:
-            yield http_client
+    app = create_app([str(run_directory)])
+    with app_served(app) as address, httpx.Client(base_url=address) as http_client:
+        yield http_client

@@ -62,7 +62,9 @@ def test_an_unknown_page_is_answered_with_a_sentence(client):
     assert answer.json() == {"error": "there is no page '/nowhere'; start at /"}
 
 
-@pytest.mark.parametrize("path", ["/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd"])
+@pytest.mark.parametrize(
+    "path", ["/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd"]
+)
 def test_no_file_outside_the_page_is_served(client, path):
     request = httpx.Request("GET", str(client.base_url).rstrip("/") + path)
     answer = client.send(request)
@@ -70,7 +72,7 @@ def test_no_file_outside_the_page_is_served(client, path):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not the directory of a run: it has no config.json"):
+    with pytest.raises(UserError, match=r"is not the directory of a run: it has no config\.json"):
         create_app([str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 

@@ -104,8 +104,9 @@ def test_warnings_name_what_to_look_at(reader, run_directory):
 
 def test_a_quarantined_shard_is_a_warning(reader, run_directory):
     Store(run_directory).quarantine("rounds/0001/shard-00001.parquet", "its bytes changed")
-    assert "rounds/0001/shard-00001.parquet was set aside: its bytes changed" in (
-        reader.read()["warnings"]
+    assert (
+        "rounds/0001/shard-00001.parquet was set aside: its bytes changed"
+        in (reader.read()["warnings"])
     )
 
 

@@ -110,10 +110,26 @@ def test_choices_are_counted_over_all_rows(client):
     ("path", "status", "sentence"),
     [
         ("/api/runs/litle/trajectories", 404, "unknown run 'litle'; did you mean little?"),
-        (f"{LIST}?set=round-2", 404, "run little has no round or evaluation 'round-2'; did you mean round-1?"),
-        (f"{LIST}/round-1/2/0", 404, "round-1 of run little has 2 shards, and no shard 2; count from 0"),
-        (f"{LIST}/round-1/0/2", 404, "shard 0 of round-1 has 2 trajectories, and no number 2; count from 0"),
-        (f"{LIST}/round-1/0/-1", 404, "shard 0 of round-1 has 2 trajectories, and no number -1; count from 0"),
+        (
+            f"{LIST}?set=round-2",
+            404,
+            "run little has no round or evaluation 'round-2'; did you mean round-1?",
+        ),
+        (
+            f"{LIST}/round-1/2/0",
+            404,
+            "round-1 of run little has 2 shards, and no shard 2; count from 0",
+        ),
+        (
+            f"{LIST}/round-1/0/2",
+            404,
+            "shard 0 of round-1 has 2 trajectories, and no number 2; count from 0",
+        ),
+        (
+            f"{LIST}/round-1/0/-1",
+            404,
+            "shard 0 of round-1 has 2 trajectories, and no number -1; count from 0",
+        ),
         (f"{LIST}?sort=rewards", 400, "unknown sort 'rewards'; did you mean reward?"),
     ],
 )
@@ -123,7 +139,9 @@ def test_an_unknown_name_is_answered_with_a_sentence(client, path, status, sente
     assert answer.json() == {"error": sentence}
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=501", "offset=-1", "rewardmin=1", "reward_min=x"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=501", "offset=-1", "rewardmin=1", "reward_min=x"]
+)
 def test_a_wrong_parameter_is_named(client, query):
     answer = client.get(f"{LIST}?{query}")
     assert answer.status_code == 422
