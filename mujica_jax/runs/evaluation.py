@@ -38,12 +38,12 @@ from mujica_jax.runs.parts import statistics_of
 from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, phase_file
 from mujica_jax.runs.run import Run
 from mujica_jax.runs.sampling import gather
-from mujica_jax.runs.selection import question_record
 from mujica_jax.runs.versions import use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import EnvironmentKind, Task
 from mujica_jax.trajectories import shards
+from mujica_jax.trajectories.question_records import question_record
 
 # A function that plays episodes and returns their trajectories.
 Play = Callable[[], Sequence[Trajectory]]

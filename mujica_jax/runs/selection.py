@@ -3,29 +3,15 @@
     rounds/0003/questions.jsonl    the questions of the round, one JSON object in each line
     rounds/0003/kept.json          which trajectories the policy learns from
 
-No program decides anything by these files. Without them a viewer could show neither the text of a
-question nor its gold passages, because a trajectory names its question only by the id.
+No program decides anything by these files. `mujica view` shows them beside the trajectories.
 """
 
-import dataclasses
-import json
 from collections.abc import Sequence
-from typing import Any
 
-from mujica_jax.records import Question, Trajectory
+from mujica_jax.records import Trajectory
 from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed
-
-
-def question_record(question: Question) -> dict[str, Any]:
-    """Return a question as a JSON object. Files of predictions have the same keys."""
-    return {
-        "id": question.id,
-        "kind": question.kind,
-        "question": question.text,
-        "answers": question.answers,
-        "gold_passages": [dataclasses.asdict(passage) for passage in question.gold_passages],
-    }
+from mujica_jax.trajectories.question_records import encode_questions
 
 
 def record_selection(
@@ -37,13 +23,10 @@ def record_selection(
     """
     if not distributed.is_primary():
         return
-    asked_ids = dict.fromkeys(trajectory.question_id for trajectory in trajectories)
     question_of = {question.id: question for question in run.task.questions("train")}
-    lines = []
-    for question_id in asked_ids:
-        record = question_record(question_of[question_id])
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    asked_ids = dict.fromkeys(trajectory.question_id for trajectory in trajectories)
     folder = f"rounds/{number:04d}"
-    run.store.create(f"{folder}/questions.jsonl", "".join(lines).encode())
+    questions = encode_questions(question_of[question_id] for question_id in asked_ids)
+    run.store.create(f"{folder}/questions.jsonl", questions)
     kept_names = [[trajectory.question_id, trajectory.attempt] for trajectory in kept]
     run.store.write_json_once(f"{folder}/kept.json", {"kept": kept_names})

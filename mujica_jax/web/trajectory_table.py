@@ -139,10 +139,36 @@ class TrajectoryTables:
 
 def matching(table: pyarrow.Table, condition: Filter) -> pyarrow.Table:
     """Return the rows that fulfil the condition, in their order."""
+    masks = [*_masks_of_values(table, condition), *_masks_of_ranges(table, condition)]
+    if condition.text:
+        masks.append(_mentions(table, condition.text))
+    if not masks:
+        return table
+    mask = masks[0]
+    for further in masks[1:]:
+        mask = pyarrow.compute.and_kleene(mask, further)
+    return table.filter(mask)
+
+
+def _masks_of_values(table: pyarrow.Table, condition: Filter) -> list[pyarrow.ChunkedArray]:
+    """Return a mask for each column whose value is chosen."""
     compute = pyarrow.compute
     masks = []
     if condition.kept is not None:
         masks.append(compute.equal(table["kept"], condition.kept))
+    if condition.question_id:
+        masks.append(compute.equal(table["question_id"], condition.question_id))
+    for column, values in (("stop_reason", condition.stop_reasons), ("kind", condition.kinds)):
+        if values:
+            value_set = pyarrow.array(list(values), pyarrow.string())
+            masks.append(compute.is_in(table[column], value_set=value_set))
+    return masks
+
+
+def _masks_of_ranges(table: pyarrow.Table, condition: Filter) -> list[pyarrow.ChunkedArray]:
+    """Return a mask for each bound of a number."""
+    compute = pyarrow.compute
+    masks = []
     for column, minimum, maximum in (
         ("reward", condition.min_reward, condition.max_reward),
         ("search_count", condition.min_searches, condition.max_searches),
@@ -151,21 +177,7 @@ def matching(table: pyarrow.Table, condition: Filter) -> pyarrow.Table:
             masks.append(compute.greater_equal(table[column], minimum))
         if maximum is not None:
             masks.append(compute.less_equal(table[column], maximum))
-    for column, values in (("stop_reason", condition.stop_reasons), ("kind", condition.kinds)):
-        if values:
-            value_set = pyarrow.array(list(values), pyarrow.string())
-            masks.append(compute.is_in(table[column], value_set=value_set))
-    if condition.question_id:
-        masks.append(compute.equal(table["question_id"], condition.question_id))
-    if condition.text:
-        masks.append(_mentions(table, condition.text))
-
-    if not masks:
-        return table
-    mask = masks[0]
-    for further in masks[1:]:
-        mask = compute.and_kleene(mask, further)
-    return table.filter(mask)
+    return masks
 
 
 def page_of(

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from mujica_jax.config.schema import Config, MygoConfig, TinyWorldConfig
+from mujica_jax.config.files import load_config
 from mujica_jax.records import (
     Conversation,
     GoldPassage,
@@ -28,8 +28,8 @@ from mujica_jax.records import (
     Turn,
 )
 from mujica_jax.report.metrics_log import MetricsLog
-from mujica_jax.runs.selection import question_record
 from mujica_jax.trajectories import shards
+from mujica_jax.trajectories.question_records import encode_questions, question_record
 from mujica_jax.trajectories.store import Store, open_run
 
 QUESTIONS = {
@@ -155,7 +155,7 @@ def other_attempts() -> tuple[Trajectory, Trajectory]:
 
 def write_run(directory: Path, *, seed: int = 0) -> Store:
     """Write the run, and return its store."""
-    config = Config(name="little", seed=seed, task=TinyWorldConfig(), method=MygoConfig(rounds=1))
+    config = dataclasses.replace(load_config("tiny_world"), name="little", seed=seed)
     store = open_run(directory, dataclasses.asdict(config))
     store.commit_folder(
         "tokenizer", lambda folder: byte_tokenizer().save(str(folder / "tokenizer.json")), {}
@@ -183,9 +183,8 @@ def write_round(
     """Write a finished round with its questions."""
     entries = [store.write_shard(number, index, rows) for index, rows in enumerate(shard_rows)]
     ids = dict.fromkeys(row.question_id for rows in shard_rows for row in rows)
-    lines = [json.dumps(question_record(QUESTIONS[id])) + "\n" for id in ids]
     folder = f"rounds/{number:04d}"
-    store.create(f"{folder}/questions.jsonl", "".join(lines).encode())
+    store.create(f"{folder}/questions.jsonl", encode_questions(QUESTIONS[id] for id in ids))
     names = [[trajectory.question_id, trajectory.attempt] for trajectory in kept]
     store.write_json_once(f"{folder}/kept.json", {"kept": names})
     store.write_done(number, entries, mean_reward=0.5, threshold=threshold)

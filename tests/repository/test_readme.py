@@ -17,7 +17,17 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
-from mujica_jax.commands import ask, conversations, export, index, plan, sample, serve
+from mujica_jax.commands import (
+    ask,
+    conversations,
+    export,
+    index,
+    plan,
+    report,
+    sample,
+    serve,
+    view,
+)
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.commands.main import COMMANDS as PROGRAMS
 from mujica_jax.commands.train import DEFAULT_CONFIG
@@ -231,7 +241,9 @@ CHECKED = (
     "index",
     "serve",
     "plan",
+    "report",
     "tasks.prepare",
+    "view",
 )
 
 
@@ -356,6 +368,16 @@ def test_the_arguments_of_plan_are_taken(command, monkeypatch):
 @pytest.mark.parametrize("command", started("export"), ids=ids_of(started("export")))
 def test_the_arguments_of_export_are_taken(command):
     assert export._parser().parse_args(command.words).to
+
+
+@pytest.mark.parametrize("command", started("view"), ids=ids_of(started("view")))
+def test_the_arguments_of_view_are_taken(command):
+    assert view._parser().parse_args(command.words).runs
+
+
+@pytest.mark.parametrize("command", started("report"), ids=ids_of(started("report")))
+def test_the_arguments_of_report_are_taken(command):
+    assert report._parser().parse_args(command.words).runs
 
 
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))

@@ -1,12 +1,13 @@
 """The application as a whole: names, headers, limits."""
 
+import shutil
+
 import httpx
 import pytest
 
 from mujica_jax.errors import UserError
 from mujica_jax.web.app import MAX_REQUEST_BYTES, create_app
 from tests.helpers.served_app import app_served
-from tests.helpers.viewed_runs import write_run
 
 
 def test_the_page_allows_only_content_of_its_own(client):
@@ -71,14 +72,14 @@ def test_no_file_outside_the_page_is_served(client, path):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not the directory of a run: it has no config.json"):
+    with pytest.raises(UserError, match=r"is not the directory of a run: it has no config\.json"):
         create_app([str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_one_name_get_numbers(tmp_path):
+def test_runs_of_one_name_get_numbers(written_run, tmp_path):
     for folder in ("a", "b"):
-        write_run(tmp_path / folder / "little")
+        shutil.copytree(written_run, tmp_path / folder / "little")
     app = create_app([f"{tmp_path}/a/little", f"{tmp_path}/b/little/"])
     with app_served(app) as address:
         runs = httpx.get(f"{address}/api/runs").json()["runs"]

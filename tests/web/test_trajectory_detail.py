@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mujica_jax.runs.selection import question_record
+from mujica_jax.trajectories.question_records import question_record
 from mujica_jax.web.trajectory_detail import detail, token_texts
 from tests.helpers.viewed_runs import QUESTIONS, byte_tokenizer, solved
 
