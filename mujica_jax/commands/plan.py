@@ -94,8 +94,6 @@ class Target:
     name: str
     chip: "Chip"
     count: int
-    # Whether `name` is a topology, for which a program can be compiled.
-    is_topology: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -382,8 +380,7 @@ def targets_of(options: PlanConfig) -> list[Target]:
     mesh_size = trainer.data_parallel_size * trainer.fsdp * trainer.tensor_parallel_size
     if not options.chips:
         return [
-            Target(name=f"{mesh_size} x {chip.name}", chip=chip, count=mesh_size, is_topology=False)
-            for chip in CHIPS
+            Target(name=f"{mesh_size} x {chip.name}", chip=chip, count=mesh_size) for chip in CHIPS
         ]
     chips = {chip.name: chip for chip in CHIPS}
     targets = []
@@ -397,7 +394,7 @@ def targets_of(options: PlanConfig) -> list[Target]:
                 f"{chip_name}:4x8"
             )
         count = math.prod(int(size) for size in sizes.split("x"))
-        targets.append(Target(name=name, chip=chips[chip_name], count=count, is_topology=True))
+        targets.append(Target(name=name, chip=chips[chip_name], count=count))
     return targets
 
 
