@@ -121,7 +121,19 @@ def parse(arguments: Sequence[str]) -> PlanConfig:
             "--compile compiles for a topology, but --chips names none: add --chips v5e:4x8 or "
             "another topology"
         )
+    check(on_one_device(options))
     return options
+
+
+def on_one_device(config: PlanConfig) -> PlanConfig:
+    """Return the configuration with a mesh of one device.
+
+    What a run needs as a whole does not depend on the mesh.
+    """
+    trainer = dataclasses.replace(
+        config.trainer, data_parallel_size=1, fsdp=1, tensor_parallel_size=1
+    )
+    return dataclasses.replace(config, trainer=trainer)
 
 
 def plan(options: PlanConfig) -> None:
@@ -133,11 +145,7 @@ def plan(options: PlanConfig) -> None:
     from mujica_jax.learning.trainer import Trainer
 
     model = model_of(options)
-    # What a run needs as a whole does not depend on the mesh.
-    one_device = dataclasses.replace(
-        options.trainer, data_parallel_size=1, fsdp=1, tensor_parallel_size=1
-    )
-    trainer = Trainer(model, one_device, devices=_devices(1))
+    trainer = Trainer(model, on_one_device(options).trainer, devices=_devices(1))
     for line in summary_lines(options, model, trainer):
         print(line)
     for target in targets:

@@ -77,6 +77,11 @@ def test_an_engine_that_needs_more_chips_is_refused():
         plan.with_mesh(options, target)
 
 
+def test_a_mistake_in_the_configuration_ends_with_status_2(capsys):
+    assert plan.main(["tiny_world", "--trainer.clip-norm", "0"]) == 2
+    assert "trainer.clip_norm is 0.0 and must be above 0" in capsys.readouterr().err
+
+
 def test_compiling_needs_a_topology(capsys):
     assert plan.main(["tiny_world", "--compile"]) == 2
     assert "--compile compiles for a topology, but --chips names none" in capsys.readouterr().err
