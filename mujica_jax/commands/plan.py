@@ -312,8 +312,7 @@ def target_lines(options: PlanConfig, model: "DecoderConfig", target: Target) ->
     except UserError as error:
         lines.append(f"does not fit: {error}")
     else:
-        free_bytes = target.chip.memory_bytes - max(phase.bytes for phase in phases)
-        lines.append(_fits_line(options, free_bytes))
+        lines.append(_fits_line(options, phases, target.chip))
     return lines
 
 
@@ -370,14 +369,16 @@ def _cache_line(config: Config, model: "DecoderConfig") -> str:
     )
 
 
-def _fits_line(options: PlanConfig, free_bytes: int) -> str:
-    """Return the verdict for chips that have this much memory left in the fullest phase."""
+def _fits_line(options: PlanConfig, phases: "Sequence[PhaseMemory]", chip: "Chip") -> str:
+    """Return the verdict for a chip that has enough memory for what is known."""
+    from mujica_jax.runs.memory import STEP
+
     if options.compile:
+        free_bytes = chip.memory_bytes - max(phase.bytes for phase in phases)
         return f"fits: {_size(free_bytes)} are free in the fullest phase"
-    return (
-        f"fits if the training step needs no more than this: {_size(free_bytes)} are free in the "
-        "fullest phase. --compile measures the step"
-    )
+    (learning,) = [phase for phase in phases if STEP in phase.parts]
+    step_bytes = chip.memory_bytes - (learning.bytes - learning.parts[STEP])
+    return f"fits if the training step takes at most {_size(step_bytes)}; --compile measures it"
 
 
 def targets_of(options: PlanConfig) -> list[Target]:
