@@ -433,8 +433,9 @@ def _use_virtual_devices(count: int) -> None:
 
     Raises UserError if JAX has already started in this process with fewer devices.
     """
-    # With libtpu, JAX would look for a TPU.
+    # With libtpu, JAX would look for a TPU, and would wait for other processes that use libtpu.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     import jax
 
     try:
