@@ -94,8 +94,6 @@ class Target:
     name: str
     chip: "Chip"
     count: int
-    # Whether `name` is a topology, for which a program can be compiled.
-    is_topology: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +121,19 @@ def parse(arguments: Sequence[str]) -> PlanConfig:
             "--compile compiles for a topology, but --chips names none: add --chips v5e:4x8 or "
             "another topology"
         )
+    check(on_one_device(options))
     return options
+
+
+def on_one_device(config: PlanConfig) -> PlanConfig:
+    """Return the configuration with a mesh of one device.
+
+    What a run needs as a whole does not depend on the mesh.
+    """
+    trainer = dataclasses.replace(
+        config.trainer, data_parallel_size=1, fsdp=1, tensor_parallel_size=1
+    )
+    return dataclasses.replace(config, trainer=trainer)
 
 
 def plan(options: PlanConfig) -> None:
@@ -135,11 +145,7 @@ def plan(options: PlanConfig) -> None:
     from mujica_jax.learning.trainer import Trainer
 
     model = model_of(options)
-    # What a run needs as a whole does not depend on the mesh.
-    one_device = dataclasses.replace(
-        options.trainer, data_parallel_size=1, fsdp=1, tensor_parallel_size=1
-    )
-    trainer = Trainer(model, one_device, devices=_devices(1))
+    trainer = Trainer(model, on_one_device(options).trainer, devices=_devices(1))
     for line in summary_lines(options, model, trainer):
         print(line)
     for target in targets:
@@ -306,8 +312,7 @@ def target_lines(options: PlanConfig, model: "DecoderConfig", target: Target) ->
     except UserError as error:
         lines.append(f"does not fit: {error}")
     else:
-        free_bytes = target.chip.memory_bytes - max(phase.bytes for phase in phases)
-        lines.append(_fits_line(options, free_bytes))
+        lines.append(_fits_line(options, phases, target.chip))
     return lines
 
 
@@ -364,14 +369,16 @@ def _cache_line(config: Config, model: "DecoderConfig") -> str:
     )
 
 
-def _fits_line(options: PlanConfig, free_bytes: int) -> str:
-    """Return the verdict for chips that have this much memory left in the fullest phase."""
+def _fits_line(options: PlanConfig, phases: "Sequence[PhaseMemory]", chip: "Chip") -> str:
+    """Return the verdict for a chip that has enough memory for what is known."""
+    from mujica_jax.runs.memory import STEP
+
     if options.compile:
+        free_bytes = chip.memory_bytes - max(phase.bytes for phase in phases)
         return f"fits: {_size(free_bytes)} are free in the fullest phase"
-    return (
-        f"fits if the training step needs no more than this: {_size(free_bytes)} are free in the "
-        "fullest phase. --compile measures the step"
-    )
+    (learning,) = [phase for phase in phases if STEP in phase.parts]
+    step_bytes = chip.memory_bytes - (learning.bytes - learning.parts[STEP])
+    return f"fits if the training step takes at most {_size(step_bytes)}; --compile measures it"
 
 
 def targets_of(options: PlanConfig) -> list[Target]:
@@ -382,8 +389,7 @@ def targets_of(options: PlanConfig) -> list[Target]:
     mesh_size = trainer.data_parallel_size * trainer.fsdp * trainer.tensor_parallel_size
     if not options.chips:
         return [
-            Target(name=f"{mesh_size} x {chip.name}", chip=chip, count=mesh_size, is_topology=False)
-            for chip in CHIPS
+            Target(name=f"{mesh_size} x {chip.name}", chip=chip, count=mesh_size) for chip in CHIPS
         ]
     chips = {chip.name: chip for chip in CHIPS}
     targets = []
@@ -397,7 +403,7 @@ def targets_of(options: PlanConfig) -> list[Target]:
                 f"{chip_name}:4x8"
             )
         count = math.prod(int(size) for size in sizes.split("x"))
-        targets.append(Target(name=name, chip=chips[chip_name], count=count, is_topology=True))
+        targets.append(Target(name=name, chip=chips[chip_name], count=count))
     return targets
 
 
@@ -427,8 +433,9 @@ def _use_virtual_devices(count: int) -> None:
 
     Raises UserError if JAX has already started in this process with fewer devices.
     """
-    # With libtpu, JAX would look for a TPU.
+    # With libtpu, JAX would look for a TPU, and would wait for other processes that use libtpu.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     import jax
 
     try:

@@ -31,7 +31,7 @@ def first_sentence(text: str) -> str:
     return sentence + period.strip()
 
 
-def type_in_words(hint: Any, *, section: str, boolean: str = "True or False") -> str:
+def type_in_words(hint: Any, *, section: str) -> str:
     """Return a type with its bounds, as in "int, at least 1" or "online, offline".
 
     `section` stands for the type of a field that is a section itself.
@@ -53,7 +53,9 @@ def type_in_words(hint: Any, *, section: str, boolean: str = "True or False") ->
         return "None"
     if dataclasses.is_dataclass(hint):
         return section
-    return {str: "text", bool: boolean}.get(hint, hint.__name__)
+    if hint is bool:
+        return "True or False"
+    return "text" if hint is str else hint.__name__
 
 
 def single_choice(hint: Any) -> bool:

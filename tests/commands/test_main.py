@@ -21,8 +21,9 @@ def names() -> list[str]:
 def test_the_help_has_every_command_with_its_line_and_three_examples(words, capsys):
     assert main(words) == 0
     text = capsys.readouterr().out
+    width = max(map(len, names()))
     for command in COMMANDS:
-        assert f"  {command.name.ljust(6)}  {command.summary}\n" in text
+        assert f"  {command.name.ljust(width)}  {command.summary}\n" in text
     assert text.count("\n  mujica ") == len(EXAMPLES) == 3
     assert max(map(len, text.splitlines())) <= 100
 
