@@ -71,6 +71,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def known_flags() -> list[str]:
     """XLA ends the process at a flag that it does not know, and flags come and go with its
     versions.
+
+    The library holds the name of each flag as a C string. Names of removed flags stand in it too, but
+    within other strings.
     """
     library = Path(jaxlib.__file__).parent / "libjax_common.so"
     if not library.exists():
@@ -82,7 +85,7 @@ def known_flags() -> list[str]:
         return [
             flag
             for flag in XLA_FLAGS
-            if content.find(flag.strip("-").partition("=")[0].encode()) >= 0
+            if content.find(b"\0" + flag.strip("-").partition("=")[0].encode() + b"\0") >= 0
         ]
 
 

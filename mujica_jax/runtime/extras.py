@@ -32,7 +32,8 @@ def import_extra(
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise _missing(package, error.name or package, wanted_by, extra, otherwise) from None
+        missing = (error.name or package).partition(".")[0]
+        raise _missing(package, missing, wanted_by, extra, otherwise) from None
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise UserError(

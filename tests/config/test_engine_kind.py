@@ -12,6 +12,7 @@ from mujica_jax.config.checks import check
 from mujica_jax.config.kinds import of_kind
 from mujica_jax.errors import UserError
 from tests.helpers.configurations import CONFIGS
+from tests.helpers.extras import needs
 
 # Configurations for pods: those of MyGO and EviPath sample through JetStream's interface.
 FOR_PODS = {name: config for name, config in CONFIGS.items() if name.endswith("_v5e")}
@@ -46,9 +47,10 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
             "engine.factory is my_package:make_engine, but engine.kind is native and calls no "
             "factory: add --engine.kind jetstream, or leave out --engine.factory",
         ),
-        (
+        pytest.param(
             ["tiny_world", "--engine.kind", "jetstream", "--engine.factory", "nowhere:make"],
             "engine.factory is 'nowhere:make', but there is no module nowhere: start the program in",
+            marks=needs("jetstream", "jetstream"),
         ),
     ],
 )
