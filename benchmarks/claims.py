@@ -84,21 +84,21 @@ EXPERIMENTS = {
     # Longer conversations, in as many tokens a step.
     "no-split": Experiment(
         "tiny_world",
-        "--agent.split False --agent.max-trajectory-tokens 704 --trainer.sequence-length 704 "
+        "--agent.no-split --agent.max-trajectory-tokens 704 --trainer.sequence-length 704 "
         "--trainer.batch-size 3",
     ),
     "no-parallel": Experiment(
         "tiny_world",
-        "--agent.parallel False --agent.max-iterations 6 --agent.max-trajectory-tokens 360 "
+        "--agent.no-parallel --agent.max-iterations 6 --agent.max-trajectory-tokens 360 "
         "--trainer.sequence-length 360 --trainer.batch-size 6",
     ),
     "staged-start": Experiment(STAGED, START),
     "staged": Experiment(STAGED, "", "staged-start"),
     **{
-        f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start")
+        f"staged-without-{part}": Experiment(STAGED, f"--staged.no-{part}", "staged-start")
         for part in STAGED_PARTS
     },
-    "staged-unified": Experiment(STAGED, "--staged.unified True", "staged-start"),
+    "staged-unified": Experiment(STAGED, "--staged.unified", "staged-start"),
     # The warm-up of this run is the teacher of all others too: it knows the agent's prompts and the
     # teacher's.
     "evipath": Experiment(EVIPATH, EVIPATH_DATA),
@@ -121,9 +121,9 @@ EXPERIMENTS = {
     "decex-least": Experiment(
         DECEX, "--method.expansion unpruned --method.retrievals least", "decex-start"
     ),
-    "decex-dpo": Experiment(DECEX, "--method.sft False", "decex-start"),
-    "decex-decisions": Experiment(DECEX, "--method.execution-pairs False", "decex-start"),
-    "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
+    "decex-dpo": Experiment(DECEX, "--method.no-sft", "decex-start"),
+    "decex-decisions": Experiment(DECEX, "--method.no-execution-pairs", "decex-start"),
+    "decex-executions": Experiment(DECEX, "--method.no-decision-pairs", "decex-start"),
     "decex-unpruned": Experiment(DECEX, "--method.expansion unpruned", "decex-start"),
 }
 # Shortened to what a core with AMX instructions does in about 45 minutes.

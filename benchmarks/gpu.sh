@@ -39,7 +39,7 @@ train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its su
     # shellcheck disable=SC2016 # the inner shell expands
     step "$1" bash -c 'python=$0 run=$1/$2 config=configs/$2.py data=$3 && shift 3 &&
         "$python" -m mujica_jax.train "$config" --task.data-dir "$data" --init smollm2 --run "$run" \
-        --engine.max-num-seqs 128 --engine.prefill-tokens 4096 --eval.control True "$@" >&2 &&
+        --engine.max-num-seqs 128 --engine.prefill-tokens 4096 --eval.control "$@" >&2 &&
         tr -d "\n" <"$run/summary.json" && echo' "$PYTHON" "$results" "$2" "$data" "${@:3}"
 }
 

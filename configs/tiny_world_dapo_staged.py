@@ -15,9 +15,9 @@ its length if it generates more than 448 tokens.
 
 Ablations of the paper "Learning When to Search":
 
-- table 4: `--staged.search False`, `--staged.answer False`, `--staged.stage-one False` or
-  `--staged.stage-two False`;
-- table 2: `--staged.unified True`.
+- table 4: `--staged.no-search`, `--staged.no-answer`, `--staged.no-stage-one` or
+  `--staged.no-stage-two`;
+- table 2: `--staged.unified`.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
 
 Scores in the paper (Mujica-MyGO, table 1): EM 77.63 and F1 84.15 after MyGO, 74.93 and 80.74 after
 the warm-up, 57.60 and 62.24 with few-shot prompts (57.49 and 62.31 in the first version of the
-paper). The ablations of table 4 have the flags --agent.split False and --agent.parallel False.
+paper). The ablations of table 4 have the flags --agent.no-split and --agent.no-parallel.
 
 The agent searches the graph of the data folder. It consists of the files of triples in the folder
 or, if there are none, of the gold evidences of the questions. In such a graph an entity has only a

@@ -5,7 +5,7 @@
 
 Scores in the paper (Mujica-MyGO, table 1): EM 53.17 and F1 59.62 after MyGO, 50.18 and 56.25 after
 the warm-up, 23.35 and 33.52 with few-shot prompts (12.41 and 19.71 in the first version of the
-paper). The ablations of table 4 have the flags --agent.split False and --agent.parallel False. The
+paper). The ablations of table 4 have the flags --agent.no-split and --agent.no-parallel. The
 baselines of table 3 are `--agents` of mujica_jax.eval.
 
 From the paper:

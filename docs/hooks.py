@@ -6,23 +6,19 @@
   checkout, and the site has no such files.
 """
 
-import ast
 import dataclasses
 import html
-import inspect
 import os
 import re
-import textwrap
-import types
 import typing
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from mujica_jax.config.bounds import Bound
+from mujica_jax.config.field_help import docstring, field_comments, single_choice, type_in_words
 from mujica_jax.config.fields import union_members
 from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import Config
@@ -31,6 +27,8 @@ PAGE = "reference/configuration.md"
 # A link whose target begins with "../": its text, and the target without an anchor.
 LINK_UPWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)(?:#[^)]*)?\)")
 TABLE_HEAD = "| flag | type | default | meaning |\n|---|---|---|---|"
+# What stands for the type of a field that is a section itself.
+REMOTE_SECTION = "[the fields of remote](#the-fields-of-remote)"
 INTRODUCTION = """\
 # Configuration
 
@@ -44,11 +42,11 @@ python -m mujica_jax.train configs/tiny_world.py --seed 1 --method.rounds 4
 ```
 
 - A flag is the name of its field with dashes for underscores. Both spellings work.
-- A switch takes `True` or `False`. The flag alone means `True`.
+- A switch has no value: `--section.field` sets it, and `--section.no-field` clears it.
 - `--section.kind NAME` changes the kind of a section. Fields that both kinds have keep a value that was
   chosen. All others take the default of the new kind, or have to be given.
 - *required* stands where a field has no default: each configuration file sets it.
-- `python -m mujica_jax.train CONFIG --help` shows the same list with the values of CONFIG.
+- `python -m mujica_jax.train CONFIG --help all` shows the same list with the values of CONFIG.
 """
 
 
@@ -116,10 +114,8 @@ def kind_name(section: Any) -> str:
 
 
 def prose(section: Any) -> str:
-    """Return the docstring of a section, or nothing if it has none of its own."""
-    docstring = inspect.cleandoc(section.__doc__ or "")
-    is_signature = docstring.startswith(f"{section.__name__}(")  # what dataclasses write
-    return "" if is_signature else html.escape(docstring, quote=False)
+    """Return the docstring of a section for a page, or nothing if it has none of its own."""
+    return html.escape(docstring(section), quote=False)
 
 
 def table_of(section: Any, prefix: str) -> str:
@@ -141,17 +137,12 @@ def table_of(section: Any, prefix: str) -> str:
             meaning = prose(hints[field.name])
         cells = (
             f"`{flag}`",
-            cell(type_in_words(hints[field.name])),
+            cell(type_in_words(hints[field.name], section=REMOTE_SECTION)),
             default_in_words(field),
             cell(meaning),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def single_choice(hint: Any) -> bool:
-    """Return whether a field has one possible value, as the `kind` that tells sections apart."""
-    return typing.get_origin(hint) is Literal and len(typing.get_args(hint)) == 1
 
 
 def cell(text: str) -> str:
@@ -171,73 +162,3 @@ def default_in_words(field: dataclasses.Field[Any]) -> str:
     if field.default == ():
         return "none"
     return f"`{field.default}`"
-
-
-def type_in_words(hint: Any) -> str:
-    """Return a type with its bounds, as in "int, at least 1" or "online, offline"."""
-    if typing.get_origin(hint) is typing.Annotated:
-        bounds = [note.words for note in hint.__metadata__ if isinstance(note, Bound)]
-        return ", ".join([type_in_words(hint.__origin__), *bounds])
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(str(choice) for choice in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return ", ".join(type_in_words(member) for member in typing.get_args(hint))
-    options = union_members(hint)
-    if len(options) > 1:
-        return " or ".join(type_in_words(option) for option in options)
-    if hint is types.NoneType:
-        return "None"
-    if dataclasses.is_dataclass(hint):
-        return "[the fields of remote](#the-fields-of-remote)"
-    return {str: "text", bool: "True or False"}.get(hint, hint.__name__)
-
-
-def field_comments(section: Any) -> dict[str, str]:
-    """Return the help text of each field that has one, those of base classes included.
-
-    It is the comment behind the field, or the lines above it. The command line shows the same.
-    """
-    comments: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if dataclasses.is_dataclass(base):
-            comments |= own_comments(base)
-    names = {field.name for field in dataclasses.fields(section)}
-    return {name: comment for name, comment in comments.items() if name in names}
-
-
-def own_comments(section: Any) -> dict[str, str]:
-    """Return the comments of what a class body defines.
-
-    One comment above two fields that follow each other is the comment of both.
-    """
-    source = textwrap.dedent(inspect.getsource(section))
-    lines = source.splitlines()
-    (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    comments = {}
-    shared_text = ""  # of the comment above the fields before
-    shared_until = 0  # line of the last of them
-    for node in body.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        assert node.end_lineno is not None, "the node was parsed from text"
-        behind = lines[node.end_lineno - 1][node.end_col_offset :].strip()
-        above = []
-        for line in reversed(lines[: node.lineno - 1]):
-            if not line.strip().startswith("#"):
-                break
-            above.insert(0, line)
-
-        if above:
-            shared_text = comment_text(above)
-        elif node.lineno != shared_until + 1 or behind:
-            shared_text = ""
-        shared_until = node.end_lineno
-        text = comment_text([behind]) if behind else shared_text
-        if text:
-            comments[node.target.id] = text
-    return comments
-
-
-def comment_text(lines: list[str]) -> str:
-    """Return lines of a comment as one line without their number signs."""
-    return " ".join(line.strip().removeprefix("#").strip() for line in lines)

@@ -49,6 +49,7 @@ from mujica_jax.config.command_line import override, take_file, take_flag
 from mujica_jax.config.files import load_config
 from mujica_jax.config.kinds import of_kind
 from mujica_jax.config.methods import needs_judge
+from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
@@ -69,6 +70,50 @@ from mujica_jax.tasks.data_folder import check_data_dir
 ADAPTER_WANTED = "give --adapter the folder of an adapter, such as RUN/policies/N/adapter"
 # Without a checkpoint, --help shows the values of this configuration as defaults.
 HELP_CONFIG = "tiny_world"
+HELP = ProgramHelp(
+    summary="Evaluate a policy on held-out questions, with greedy and with sampled decoding. A run "
+    "directory brings its own configuration. A model outside of a run needs a CONFIG.",
+    usage="[CONFIG] --checkpoint RUN|MODEL [flags]",
+    examples={
+        "--checkpoint runs/first": "Score the newest policy of a run, with the settings of the run.",
+        "two_wiki_text_smollm2 --init smollm2 --task.data-dir DIR --agents direct rag": "Compare "
+        "three agents of a model that no run has trained.",
+    },
+    default_config=HELP_CONFIG,
+    common={
+        "What is evaluated": (
+            "checkpoint",
+            "policy",
+            "adapter",
+            "worker",
+            "remote.base_url",
+            "remote.model",
+            "remote.mode",
+            "ask",
+        ),
+        "Task and data": (
+            "task.kind",
+            "task.environment",
+            "task.data_dir",
+            "task.index",
+            "task.retriever",
+            "task.top_k",
+            "tasks",
+        ),
+        "Agent": ("agent.kind", "agent.prompt", "agents"),
+        "Scores": (
+            "eval.questions",
+            "eval.split",
+            "eval.temperature",
+            "sampled",
+            "samples",
+            "judge.base_url",
+        ),
+        "Sizes": ("engine.max_num_seqs", "agent.max_trajectory_tokens"),
+        "Output": ("out", "beside", "plot"),
+        "Seed": ("seed",),
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +143,8 @@ class EvalArguments:
     agents: tuple[str, ...] = ()
     # Names of configurations whose tasks are evaluated too, with the same agents.
     tasks: tuple[str, ...] = ()
-    # Whether to evaluate a second time, with answers sampled at eval.temperature. False: only
-    # greedy decoding, which takes half the time.
+    # Whether to evaluate a second time, with answers sampled at eval.temperature. Without it there
+    # is only greedy decoding, which takes half the time.
     sampled: bool = True
     # How many times each question is sampled. The sampled score is the mean over these samples.
     samples: int = 1
@@ -235,8 +280,7 @@ def _check_samples(options: EvalArguments) -> None:
         raise UserError(f"--samples is {options.samples} and must be at least 1")
     if options.samples > 1 and not options.sampled:
         raise UserError(
-            f"--samples is {options.samples}, but --sampled is False and takes no samples: leave "
-            "one of them out"
+            f"--samples is {options.samples}, but --no-sampled takes no samples: leave one of them out"
         )
     if options.beside is not None and (options.agents or options.tasks):
         raise UserError(
@@ -290,11 +334,18 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     return read_flags(words, None if name is None else load_config(name))
 
 
-def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalArguments, Config]:
+def read_flags(
+    words: Sequence[str],
+    named_config: Config | None,
+    *,
+    command: str = "eval",
+    program: ProgramHelp = HELP,
+) -> tuple[EvalArguments, Config]:
     """Parse the flags that follow the name of a configuration.
 
-    `named_config` is that configuration, or None if the command names none. Returns the parsed
-    arguments, and the full configuration with the changes by the flags. Raises UserError.
+    `named_config` is that configuration, or None if the command names none. `command` is the
+    program whose flags these are, and `program` is its help. Returns the parsed arguments, and the
+    full configuration with the changes by the flags. Raises UserError.
     """
     # Read the arguments that decide which configuration the other flags change.
     checkpoint = _flag_value(words, "--checkpoint")
@@ -325,7 +376,7 @@ def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalA
         remote=RemoteConfig(),
         **sections,
     )
-    options = override(defaults, words, prog="python -m mujica_jax.eval")
+    options = override(defaults, words, prog=program_name(command), program=program)
 
     changed_sections = {name: getattr(options, name) for name in section_names}
     if isinstance(options.task, schema.TwoWikiConfig):

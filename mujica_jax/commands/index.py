@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.config.cache_folders import cache_folder
+from mujica_jax.config.program_help import program_name
 from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.report.progress import Progress
@@ -65,7 +66,33 @@ from mujica_jax.retrieval.text.index import (
 )
 from mujica_jax.retrieval.text.recall import measure_recall, read_questions
 
-PROGRAM = "python -m mujica_jax.index"
+# Examples of the help of each sub-command, each with its meaning.
+EXAMPLES = {
+    "": {
+        "build --corpus corpus.jsonl --kind bm25 --out indexes/words": "Build an index of words.",
+        'query --index indexes/words "Who is the mayor of Venford?"': "Search it once.",
+    },
+    "build": {
+        "--corpus corpus.jsonl --kind bm25 --out indexes/words": "Build an index of words.",
+        "--corpus triples.tsv --kind graph --out indexes/graph": "Build a graph of triples.",
+    },
+    "estimate": {
+        "--corpus corpus.jsonl --kind scann": "Say how large the index of a corpus will be.",
+        "--corpus sample.jsonl --passages 21000000": "Say so from a sample of a larger corpus.",
+    },
+    "recall": {
+        "--index indexes/words --questions dev.json": "Measure recall at 2, 5 and 20 passages.",
+        "--index indexes/words --questions dev.json --k 1 10": "Measure recall at 1 and 10.",
+    },
+    "query": {
+        '--index indexes/words "Who is the mayor of Venford?"': "Print the best five passages.",
+        "--index indexes/graph Q42": "Print the triples of an entity.",
+    },
+    "serve": {
+        "--index indexes/words": "Serve an index to the programs on this machine, on port 8600.",
+        "--index indexes/words --host 0.0.0.0": "Serve it to other machines too.",
+    },
+}
 # The kind of an index that holds triples.
 GRAPH = "graph"
 KINDS = (AUTO, "exact", "bm25", "scann", GRAPH)
@@ -486,7 +513,11 @@ def _share(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with one sub-command for each function above."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Build, measure, query and serve indexes of passages and graphs."
+        prog=program_name("index"),
+        description=_description(
+            "", "Build, measure, query and serve indexes of passages and graphs."
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -545,9 +576,23 @@ def _add_command(
     commands: Any, run: Callable[[argparse.Namespace], None], summary: str
 ) -> argparse.ArgumentParser:
     """Add a sub-command that calls a function and has its name."""
-    command_parser = commands.add_parser(run.__name__, help=summary, description=summary)
+    command_parser = commands.add_parser(
+        run.__name__,
+        help=summary,
+        description=_description(run.__name__, summary),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command_parser.set_defaults(run=run)
     return command_parser
+
+
+def _description(command: str, summary: str) -> str:
+    """Return what the help of a sub-command says before its flags."""
+    prog = f"{program_name('index')} {command}".strip()
+    lines = [*textwrap.wrap(summary, width=80), "", "examples:"]
+    for words, meaning in EXAMPLES[command].items():
+        lines += [f"  {prog} {words}", f"      {meaning}"]
+    return "\n".join(lines)
 
 
 def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:

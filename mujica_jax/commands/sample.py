@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import tyro
 
 from mujica_jax.config.command_line import override
+from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import Config
 from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
@@ -32,7 +33,17 @@ from mujica_jax.storage.run_directory import run_path
 from mujica_jax.tasks.data_folder import check_data_dir
 from mujica_jax.trajectories.store import CONFIG, Store
 
-PROGRAM = "python -m mujica_jax.sample"
+HELP = ProgramHelp(
+    summary="Sample trajectories for a training run, as one of several workers. The trainer of the "
+    "run must have been started with --sampling.workers external.",
+    usage="--run DIR [flags]",
+    examples={
+        "--run gs://BUCKET/PREFIX": "Sample for a run whose directory is in a bucket.",
+        "--run runs/first --data-dir /data/2wiki": "Sample on a host that has the task's files in "
+        "another folder.",
+    },
+    common={"Flags": ("run", "data_dir", "lease_seconds")},
+)
 MIN_LEASE_SECONDS = 5.0
 MAX_LEASE_SECONDS = 86_400.0
 
@@ -62,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     preemption = Preemption(kept_text="finished units are kept")
 
     def program() -> None:
-        options = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
+        defaults = SampleArguments(run=tyro.MISSING)
+        options = override(defaults, words, prog=program_name("sample"), program=HELP)
         if not MIN_LEASE_SECONDS <= options.lease_seconds <= MAX_LEASE_SECONDS:
             raise UserError(
                 f"--lease-seconds is {options.lease_seconds} and must be between "

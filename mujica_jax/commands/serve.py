@@ -20,6 +20,7 @@ import tyro
 
 from mujica_jax.config.checks import check_engine
 from mujica_jax.config.command_line import override
+from mujica_jax.config.program_help import ProgramHelp, program_name
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoint
@@ -27,7 +28,22 @@ from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoin
 if TYPE_CHECKING:
     from mujica_jax.inference.jetstream.server import Server
 
-PROGRAM = "python -m mujica_jax.serve"
+HELP = ProgramHelp(
+    summary="Serve a policy over gRPC with JetStream's protocol, until Ctrl-C or SIGTERM ends the "
+    "program.",
+    usage="--checkpoint RUN|MODEL [flags]",
+    examples={
+        "--checkpoint runs/first": "Serve the newest policy of a run on port 9000.",
+        "--init smollm2 --port 0 --metrics-port 9090": "Serve a model on a free port, with metrics "
+        "for Prometheus.",
+    },
+    common={
+        "Policy": ("checkpoint", "policy", "adapter", "dtype"),
+        "Address": ("host", "port", "metrics_port"),
+        "Answers": ("max_tokens", "max_new_tokens", "temperature", "seed"),
+        "Sizes": ("queue_size", "engine.max_num_seqs", "engine.tensor_parallel_size"),
+    },
+)
 # The default limit on the tokens of a prompt with its answer. A shorter context lowers it.
 MAX_TOKENS = 4096
 # The time to finish requests after the program was asked to end.
@@ -79,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
         defaults = ServeArguments(checkpoint=tyro.MISSING, engine=engine)
-        options = override(defaults, words, prog=PROGRAM)
+        options = override(defaults, words, prog=program_name("serve"), program=HELP)
         _check(options)
         serve(options)
     except UserError as error:

@@ -278,7 +278,7 @@ def check_method(config: Config) -> None:
     if config.eval.control and not has_demonstrations:
         raise UserError(
             "eval.control is True, but warmup.steps is 0 and the control run learns the "
-            "demonstrations of the warm-up: set warmup.steps above 0, or give --eval.control False"
+            "demonstrations of the warm-up: set warmup.steps above 0, or give --eval.no-control"
         )
 
     match method:
@@ -494,7 +494,7 @@ def check_pairs(config: Config) -> None:
             f"trainer.sequence_length is {sequence_length}, but both conversations of a preference "
             f"pair must fit into one row and agent.max_trajectory_tokens is {max_tokens}: give "
             f"--trainer.sequence-length {2 * max_tokens}, --agent.max-trajectory-tokens "
-            f"{sequence_length // 2}, or --method.dpo False"
+            f"{sequence_length // 2}, or --method.no-dpo"
         )
 
 
@@ -592,7 +592,7 @@ def check_agent(config: Config) -> None:
     if isinstance(agent, MujicaConfig) and agent.protocol == "evipath" and not agent.split:
         raise UserError(
             "agent.protocol evipath has a planner and an executor, but agent.split False leaves "
-            "out the executor: add --agent.protocol mujica, or --agent.split True"
+            "out the executor: add --agent.protocol mujica, or --agent.split"
         )
     if kind == "flare" and config.engine.kind == "jetstream":
         raise UserError(

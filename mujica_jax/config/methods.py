@@ -7,7 +7,6 @@ import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 from mujica_jax.config.bounds import (
-    BELOW_ONE,
     FloatBelowOne,
     NonNegativeFloat,
     NonNegativeInt,
@@ -87,7 +86,7 @@ class PolicyGradientConfig:
     # with fewer rows makes one. 0: trainer.batch_size.
     mini_batch_size: NonNegativeInt = 0
     # Lower clip bound: the ratio of the new to the sampling policy is clipped at 1 - clip_low.
-    clip_low: Annotated[float, at_least(0), BELOW_ONE] = 0.2
+    clip_low: FloatBelowOne = 0.2
     # Upper clip bound: the ratio of the new to the sampling policy is clipped at 1 + clip_high.
     clip_high: NonNegativeFloat = 0.2
     # Upper bound of the importance weights, which correct for rounding differences between engine
@@ -114,7 +113,7 @@ class PolicyGradientConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-    """GRPO: sample groups of attempts. In the loss every conversation has the same weight."""
+    """GRPO: sample a group of attempts at each question, and weigh every conversation equally."""
 
     # Method. `--method.kind NAME --help` shows the settings of another method.
     kind: Literal["grpo"] = "grpo"
@@ -122,7 +121,7 @@ class GrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: sample groups of attempts. In the loss every token has the same weight.
+    """DAPO: sample a group of attempts at each question, and weigh every token equally.
 
     The upper clip bound is wider than in GRPO. Groups whose rewards are all equal are replaced by
     groups of other questions.
@@ -210,9 +209,10 @@ class EviPathConfig:
     embedder: str = "minilm"
     # Cosine similarity above which a piece of evidence supports an answer, from 0 to 1 (tau).
     threshold: float = 0.9
-    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
+    # Highest learning rate on the teacher's trajectories. It is reached after a linear rise, and
+    # then falls along a cosine.
     learning_rate: float
-    # Learning rate at the end.
+    # Learning rate at the end of the last pass over the teacher's trajectories.
     end_learning_rate: float
     # Number of passes over the trajectories.
     epochs: PositiveInt
@@ -335,6 +335,8 @@ class JudgeConfig(RemoteConfig):
     It decides whether an answer means the same as one of the gold answers.
     """
 
+    # What each help text begins with, because the fields of other endpoints have the same texts.
+    help_prefix: ClassVar[str] = "Judge. "
     # Whether the judge reads the question. In the paper "Learning When to Search" it reads only the
     # prediction and the gold answers.
     show_question: bool = False

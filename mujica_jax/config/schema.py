@@ -297,9 +297,10 @@ class PretrainingConfig:
 
     # Number of different documents. A run with `--init` needs none.
     documents: NonNegativeInt
-    # Number of updates. 0: no pre-training.
+    # Number of updates in the pre-training. 0: no pre-training.
     steps: NonNegativeInt
-    # Highest learning rate. It is reached after a short linear rise, and then falls along a cosine.
+    # Highest learning rate of the pre-training. It is reached after a short linear rise, and then
+    # falls along a cosine.
     learning_rate: float
     # Learning rate at the end of pre-training.
     end_learning_rate: float
@@ -315,11 +316,12 @@ class WarmupConfig:
     # Where demonstrations come from. scripted: a script plays them. few_shot: they are sampled from
     # the checkpoint of `--init`, prompted with worked examples, and kept if the exact match is 1.
     source: Literal["scripted", "few_shot"] = "scripted"
-    # Maximum number of updates. 0: no warm-up.
+    # Maximum number of updates in the warm-up. 0: no warm-up.
     steps: NonNegativeInt
     # Maximum number of passes over the demonstrations. 0: warmup.steps alone is the limit.
     epochs: NonNegativeInt = 0
-    # Highest learning rate. It is reached after a linear rise, and then falls along a cosine.
+    # Highest learning rate of the warm-up. It is reached after a linear rise, and then falls along a
+    # cosine.
     learning_rate: float
     # Learning rate at the end of the warm-up.
     end_learning_rate: float

@@ -148,16 +148,63 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
     `engine.cache_gigabytes`. If `engine.cache_gigabytes` is 0, the result is 0: the cache then gets
     the memory that nothing else needs.
     """
-    engine = config.engine
-    if not engine.cache_gigabytes:
+    if not config.engine.cache_gigabytes:
         return 0
+    all_bytes = conversations_bytes(config, model, config.engine.max_num_seqs)
+    return min(all_bytes, int(config.engine.cache_gigabytes * 1e9))
+
+
+def conversations_bytes(config: Config, model: DecoderConfig, count: int) -> int:
+    """Return the bytes on each chip of the keys and values of `count` conversations.
+
+    Each conversation has its full length, `agent.max_trajectory_tokens`.
+    """
+    engine = config.engine
     dtype = CACHE_DTYPES.get(engine.cache_dtype, jnp.dtype(config.trainer.dtype))
-    pages_per_slot = -(-config.agent.max_trajectory_tokens // engine.page_tokens)
-    pages = engine.max_num_seqs * pages_per_slot
-    full_bytes = (
+    pages = count * -(-config.agent.max_trajectory_tokens // engine.page_tokens)
+    return (
         pages * page_bytes(model, engine.page_tokens, dtype, LANES) // engine.tensor_parallel_size
     )
-    return min(full_bytes, int(engine.cache_gigabytes * 1e9))
+
+
+def gradient_bytes(trainer: Trainer) -> int:
+    """Return the bytes on each chip of the gradient of all trained parameters.
+
+    The update is computed in float32.
+    """
+    gradient = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding),
+        trainer.abstract_state().params,
+    )
+    trained_type = nnx.LoRAParam if trainer.config.lora_rank else nnx.Param
+    return _bytes(nnx.split_state(gradient, trained_type, ...)[0])
+
+
+def layer_input_bytes(trainer: Trainer) -> int:
+    """Return the bytes on each chip of the inputs of all layers, which the backward pass needs.
+
+    They are stored with every `trainer.remat`, for the rows that go through the model at once.
+    """
+    config = trainer.config
+    rows = config.batch_size // config.accumulation_steps
+    rows_per_chip = rows // (config.data_parallel_size * config.fsdp)
+    tokens_per_chip = rows_per_chip * config.sequence_length
+    layer_bytes = tokens_per_chip * trainer.model.hidden_size * jnp.dtype(config.dtype).itemsize
+    return trainer.model.num_layers * layer_bytes
+
+
+def count_parameters(trainer: Trainer) -> tuple[int, int]:
+    """Return the number of all parameters, adapters included, and of the trained ones."""
+    params = trainer.abstract_state().params
+    trained_type = nnx.LoRAParam if trainer.config.lora_rank else nnx.Param
+    trained = nnx.split_state(params, trained_type, ...)[0]
+    return _numbers(params), _numbers(trained)
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Return the bytes of a checkpoint on disk: the parameters and the optimizer state."""
+    state = trainer.abstract_state()
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _laid_out(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -173,6 +220,11 @@ def _bytes(tree: Any) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _numbers(tree: Any) -> int:
+    """Return how many numbers the arrays of a tree have."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _gigabytes(count: int) -> str:

@@ -168,7 +168,7 @@ def check_engine_temperatures(
     if is_greedy and sampled and not trains:
         raise UserError(
             f"{name} can only decode greedily, but the sampled scores need eval.temperature "
-            f"{config.eval.temperature}: add --sampled False, or use an engine with its own "
+            f"{config.eval.temperature}: add --no-sampled, or use an engine with its own "
             "temperature for each request"
         )
     temperatures = {"the temperature of greedy evaluations": 0.0}

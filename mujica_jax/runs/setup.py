@@ -452,7 +452,7 @@ def without_training(task: Task) -> str:
         return ""
     return (
         ". Questions in files called dev* are never trained on: add files called train*, or set "
-        "--task.split-dev-files True if your files are only a sample of the dataset"
+        "--task.split-dev-files if your files are only a sample of the dataset"
     )
 
 

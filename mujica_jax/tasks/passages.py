@@ -124,9 +124,9 @@ def leave_incomplete_out(
             f"task.setting is distractor, but none of the {questions:,} questions in "
             f"{config.data_dir} has all of its gold passages among its own passages (HotpotQA's "
             "fullwiki file lacks them): give other files, or --task.setting open, or "
-            "--task.keep-incomplete True to ask these questions anyway"
+            "--task.keep-incomplete to ask these questions anyway"
         )
-    note = f"{missing}; they are left out, and --task.keep-incomplete True would keep them"
+    note = f"{missing}; they are left out, and --task.keep-incomplete would keep them"
     return tuple(incomplete), (note,)
 
 

@@ -133,7 +133,7 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     # A control learns demonstrations.
     assert lacking in refused(train, SMOKE, "--run", "run", *none)
-    none = (*none, "--eval.control", "False")
+    none = (*none, "--eval.no-control")
     assert "there is no directory nowhere" in refused(train, SMOKE, "--run", "run", *none)
     assert written(tmp_path) == []
 
@@ -215,7 +215,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
         "method.initial_threshold is nan, but the highest reward is 1: give a threshold from 0 to 1"
     ),
     "--method.schedule offline --keep-policies 1": "keep_policies is 1, but method.schedule offline",
-    "--reward staged --staged.format False --method.initial-threshold 1.5": (
+    "--reward staged --staged.no-format --method.initial-threshold 1.5": (
         "1.5, but the highest reward is 1: give a threshold"
     ),
     "--sampling.questions-per-shard 0": "sampling.questions_per_shard is 0",

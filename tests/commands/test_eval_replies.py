@@ -114,7 +114,7 @@ def evaluate(
 
     with serving(answer) as endpoint:
         flags = command(
-            endpoint.base_url, tokenizer, "--agent.kind", "direct", "--sampled", "False", *task
+            endpoint.base_url, tokenizer, "--agent.kind", "direct", "--no-sampled", *task
         )
         status = evaluation.main(
             ["nq_qwen3_4b_v5e", "--task.kind", "bamboogle", *flags[1:], "--eval.split", "test"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,15 @@ def test_recall_on_2wiki_is_the_published_one(
     )
     assert recall["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
     assert recall["recall@5"] == pytest.approx(recall_at_5, abs=0.1)
+
+
+@pytest.mark.parametrize("command", index.EXAMPLES)
+def test_the_help_has_two_examples_before_the_flags(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        index.main([*command.split(), "--help"])
+    before_flags = capsys.readouterr().out.partition("options:")[0]
+    assert len(index.EXAMPLES[command]) == 2
+    for words, meaning in index.EXAMPLES[command].items():
+        assert f"{words}\n      {meaning}" in before_flags
+        options = index._parser().parse_args(shlex.split(f"{command} {words}"))
+        assert callable(options.run)

@@ -191,8 +191,7 @@ def test_flags_reach_their_fields():
         "runs/a",
         "--task.data-dir",
         "elsewhere",
-        "--engine.prefix-reuse",
-        "False",
+        "--engine.no-prefix-reuse",
     ]
     config = command_line([two_wiki, *flags], default="tiny_world")
     assert isinstance(config.task, TwoWikiConfig)

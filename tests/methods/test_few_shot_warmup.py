@@ -40,7 +40,7 @@ FLAGS = f"""
     few_shot --warmup.steps 1 --warmup.few-shot-trajectories {WANTED} --warmup.few-shot-attempts 2
     --trainer.sequence-length 1024 --trainer.batch-size 1 --sampling.questions-per-round 4
     --sampling.questions-per-shard {SHARD} --method.rounds 1 --method.max-attempts 1
-    --eval.questions 2 --eval.control False --warmup.pretraining-share 0.0
+    --eval.questions 2 --eval.no-control --warmup.pretraining-share 0.0
 """.split()
 
 

@@ -113,7 +113,7 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
     ("flags", "sentence"),
     [
         (["--samples", "0"], "--samples is 0 and must be at least 1"),
-        (["--samples", "2", "--sampled", "False"], "--samples is 2, but --sampled is False"),
+        (["--samples", "2", "--no-sampled"], "--samples is 2, but --no-sampled takes no samples"),
         (["--beside", "A", "--agents", "direct"], "--beside is A and compares a single result"),
     ],
 )
@@ -164,7 +164,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
             ["--agents", "direct", "--worker", "w"],
             "--worker is w, and the agents are mujica, direct, but only mujica has workers",
         ),
-        (["--plot", "True"], "--plot draws a comparison, but there is only one result"),
+        (["--plot"], "--plot draws a comparison, but there is only one result"),
     ):
         with pytest.raises(UserError, match=message):
             evaluation.all_configs(*evaluation.command_line([*flags, *words]))

@@ -19,9 +19,9 @@ FACTS = "".join(
     for place, relation in enumerate(("colour", "size", "age"))
 )
 RUN = """tests/helpers/smoke_config.py --agent.kind retry --task.kind facts --task.file facts.tsv
-    --method.kind rejection --method.attempts 2 --eval.split test --eval.questions 8 --eval.control False
+    --method.kind rejection --method.attempts 2 --eval.split test --eval.questions 8 --eval.no-control
     --warmup.steps 2 --pretraining.steps 2 --sampling.questions-per-round 4 --run run""".split()
-EVAL = ["--checkpoint", "run", "--eval.questions", "2", "--sampled", "False"]
+EVAL = ["--checkpoint", "run", "--eval.questions", "2", "--no-sampled"]
 
 
 def examples() -> dict[str, list[tuple[str, str]]]:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import pytest
 
 from docs.hooks import PAGE
-from mujica_jax.commands import ask, index, sample, serve
+from mujica_jax.commands import ask, index, plan, sample, serve
 from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands.main import COMMANDS as PROGRAMS
 from mujica_jax.commands.train import DEFAULT_CONFIG
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
@@ -42,6 +43,7 @@ USER_PAGES = [
         for folder in ("start", "guides")
         for path in sorted((ROOT / "docs" / folder).glob("*.md"))
     ),
+    ROOT / "docs" / "reference" / "commands.md",
 ]
 # of every language, or pairs go wrong
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -115,12 +117,15 @@ def test_the_arguments_are_taken(line, monkeypatch):
     words = arguments(line)
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
-    flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    values = {flag: value_of(flag, config) for flag in flags}
-    assert {flag: str(value) for flag, value in values.items()} == {
-        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
-        for flag, value in values.items()
-    }
+    for word, value in itertools.pairwise([*words, "--"]):
+        if not word.startswith("--"):
+            continue
+        taken = value_of(word, config)
+        if isinstance(taken, bool):
+            assert value.startswith("--"), "a switch has no value"
+            assert taken
+        else:
+            assert str(taken) == (str(float(value)) if isinstance(taken, float) else value)
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
 
@@ -137,6 +142,8 @@ def test_links_lead_somewhere(path):
 # --- every command line of the pages for users ---
 
 MODULE = "python -m mujica_jax."
+# `mujica train` and `python -m mujica_jax.train` are the same.
+NAMES = "|".join(program.name for program in PROGRAMS)
 # Lines that no parser of ours reads, by how they begin, with the reason why they are not checked.
 UNCHECKED = {
     "source .venv/bin/activate": "the shell's own",
@@ -186,6 +193,8 @@ def commands_of(page: Path) -> list[Command]:
     lines = [re.split(r"\s+# ", line)[0].strip() for line in lines]
     sentences = " ".join(FENCED.sub("", text).split())
     lines += re.findall(r"`(python -m mujica_jax\.[^`\s]+ [^`]+)`", sentences)
+    lines += re.findall(rf"`(mujica (?:{NAMES}) [^`]+)`", sentences)
+    lines = [re.sub(rf"^mujica ({NAMES})\b", rf"{MODULE}\1", line) for line in lines]
     return [Command(page, line) for line in lines if line and not line.startswith("#")]
 
 
@@ -201,7 +210,7 @@ def ids_of(commands: list[Command]) -> list[str]:
     return [f"{command.page.stem}: {command.line}" for command in commands]
 
 
-CHECKED = ("train", "eval", "ask", "sample", "index", "serve", "tasks.prepare")
+CHECKED = ("train", "eval", "ask", "sample", "index", "serve", "plan", "tasks.prepare")
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -306,6 +315,14 @@ def test_the_arguments_of_serve_are_taken(command, monkeypatch):
     monkeypatch.setattr(serve, "serve", taken.append)
     assert serve.main(command.words) == 0
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("command", started("plan"), ids=ids_of(started("plan")))
+def test_the_arguments_of_plan_are_taken(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = plan.parse(command.words)
+    for target in plan.targets_of(options):
+        check(plan.with_mesh(options, target))
 
 
 @pytest.mark.parametrize("command", started("index"), ids=ids_of(started("index")))

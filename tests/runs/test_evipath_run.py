@@ -53,9 +53,7 @@ def test_planner_and_executor_are_tuned_as_two_models(tmp_path):
     """There is no warm-up. The model that they start from is the first row of the table."""
     rows = {}
     for tune in ("planner", "executor"):
-        started(
-            tmp_path / tune, "--method.tune", tune, "--eval.control", "False", "--warmup.steps", "0"
-        )
+        started(tmp_path / tune, "--method.tune", tune, "--eval.no-control", "--warmup.steps", "0")
         assert [row["name"] for row in summary(tmp_path / tune)["phases"]] == ["warm-up", "evipath"]
         (line,) = (
             line

@@ -233,7 +233,7 @@ CUT_LAYERS = 2
 INIT = """
     --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 30
     --warmup.learning-rate 3e-3 --warmup.end-learning-rate 3e-4 --sampling.temperature 0.3 --method.rounds 1
-    --method.learning-rate 3e-4 --method.end-learning-rate 3e-5 --method.epochs 1 --eval.control False
+    --method.learning-rate 3e-4 --method.end-learning-rate 3e-5 --method.epochs 1 --eval.no-control
     --trainer.batch-size 8 --engine.tensor-parallel-size 3
 """.split()
 

@@ -76,7 +76,7 @@ def test_other_methods_without_log_probabilities_learn_the_same_by_jetstream(tmp
 @pytest.mark.slow
 def test_an_engine_of_somebody_else_scores_a_run_as_the_native_one_does(copy, tmp_path):
     """It decodes greedily and knows its policy by the names of Hugging Face tensors alone."""
-    evaluate = [*EVAL, "--checkpoint", str(copy), "--sampled", "False", "--out"]
+    evaluate = [*EVAL, "--checkpoint", str(copy), "--no-sampled", "--out"]
     foreign = [
         "--engine.kind",
         "jetstream",
@@ -112,6 +112,6 @@ def test_an_engine_that_decodes_greedily_is_refused_where_a_run_draws(copy, tmp_
     assert ended.returncode == 2
     assert ended.stderr == (
         "error: engine.factory tests.helpers.foreign_engine:make_engine can only decode greedily, "
-        "but the sampled scores need eval.temperature 1.0: add --sampled False, or use an engine "
+        "but the sampled scores need eval.temperature 1.0: add --no-sampled, or use an engine "
         "with its own temperature for each request\n"
     )

@@ -38,7 +38,7 @@ def words(directory: Path, endpoint: LocalEndpoint, tokenizer: Path) -> dict:
         "chat",
     ]
     judge += ["--judge.tokenizer", str(tokenizer), "--judge.concurrency", "1"]
-    flags = ["--reward", "judge", "--eval.control", "False", "--run", str(directory)]
+    flags = ["--reward", "judge", "--eval.no-control", "--run", str(directory)]
     return {"words": [str(CONFIG), *flags, *judge], "own_rewards": True}
 
 

@@ -86,3 +86,58 @@ def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_cha
     )
     assert f"The largest part is {part} with 13.1 GB: {change}" in message
     check_memory(configured(), phases_of_run[:1], V5E)
+
+
+# --- the parts of a plan ---
+
+# Of a rank-2 adapter: four projections of the attention, and three of the perceptron.
+ADAPTER_NUMBERS = 4 * 2 * (16 + 16) + 3 * 2 * (16 + 24)
+
+
+def trainer_with(**changes) -> Trainer:
+    return Trainer(MODEL, dataclasses.replace(TRAINER, **changes))
+
+
+def test_all_parameters_are_counted_and_with_adapters_only_these_are_trained():
+    assert memory.count_parameters(trainer_with()) == (NUMBERS, NUMBERS)
+    numbers = memory.count_parameters(trainer_with(lora_rank=2))
+    assert numbers == (NUMBERS + ADAPTER_NUMBERS, ADAPTER_NUMBERS)
+
+
+def test_the_gradient_has_four_bytes_for_each_trained_number():
+    assert memory.gradient_bytes(trainer_with()) == 4 * NUMBERS
+    assert memory.gradient_bytes(trainer_with(parameter_dtype="bfloat16")) == 4 * NUMBERS
+    assert memory.gradient_bytes(trainer_with(lora_rank=2)) == 4 * ADAPTER_NUMBERS
+
+
+def test_the_gradient_is_split_like_the_weights_but_for_norms():
+    norms = (2 * 16 + 2 * 8) + 16
+    assert memory.gradient_bytes(trainer_with(fsdp=2)) == 4 * ((NUMBERS - norms) // 2 + norms)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # 8 rows of 32 tokens of width 16 in one layer, four bytes a number.
+        ({}, 8 * 32 * 16 * 4),
+        ({"dtype": "bfloat16"}, 8 * 32 * 16 * 2),
+        ({"accumulation_steps": 4}, 2 * 32 * 16 * 4),
+        ({"fsdp": 2}, 4 * 32 * 16 * 4),
+        ({"fsdp": 2, "accumulation_steps": 2}, 2 * 32 * 16 * 4),
+    ],
+)
+def test_each_layer_keeps_its_input_for_the_rows_that_a_chip_computes_at_once(changes, expected):
+    assert memory.layer_input_bytes(trainer_with(**changes)) == expected
+
+
+def test_a_checkpoint_has_parameters_and_two_moments_and_counters():
+    assert 0 <= memory.checkpoint_bytes(trainer_with()) - 3 * 4 * NUMBERS < 64
+    # However the state is split over the chips.
+    assert 0 <= memory.checkpoint_bytes(trainer_with(fsdp=2)) - 3 * 4 * NUMBERS < 64
+
+
+def test_conversations_take_whole_pages():
+    config = configured()
+    # A conversation has at most 60 tokens, which are two pages of 32.
+    assert memory.conversations_bytes(config, MODEL, 1) == 2 * PAGE
+    assert memory.conversations_bytes(config, MODEL, 3) == 3 * 2 * PAGE

@@ -95,9 +95,7 @@ def test_a_killed_run_of_dapo_ends_with_the_same_numbers(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_grpo_keeps_its_distance_to_policy_0(tmp_path):
     directory = tmp_path / "run"
-    flags = (
-        "--method.kind grpo --method.kl-coefficient 0.01 --reward f1 --eval.control False".split()
-    )
+    flags = "--method.kind grpo --method.kl-coefficient 0.01 --reward f1 --eval.no-control".split()
     starts = [
         {
             **words(directory, *flags),

@@ -200,7 +200,7 @@ def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_p
         "--out",
         str(tmp_path),
     ]
-    output = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
+    output = finished([*command, "--agents", "direct", "chain_of_thought", "--plot"])
     assert "comparison: " in output
     rows = json.loads((tmp_path / "comparison-dev.json").read_text())
     assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]

@@ -110,7 +110,7 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
 
     The last is sampled by a policy whose phase has left its checkpoint behind.
     """
-    words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
+    words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.no-control"]
     with serving() as alone:
         assert ended(begin(alone, tmp_path / "cache", str(CONFIG), *words))["status"] == 0
         of_one = outcome(fetched(alone, tmp_path / "alone"))

@@ -152,7 +152,7 @@ def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed
     model = undisturbed.directory / "policies" / "000002" / "model"
     directory = tmp_path / "run"
     flags = (
-        "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.control False "
+        "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.no-control "
         "--method.rounds 1"
     )
     finished([*TRAIN, "--init", str(model), "--run", str(directory), *flags.split()])

@@ -14,7 +14,6 @@ import pytest
 
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.checks import check
-from mujica_jax.config.command_line import override
 from mujica_jax.config.files import load_config
 from mujica_jax.config.tasks import HotpotConfig
 from mujica_jax.errors import UserError
@@ -557,7 +556,7 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
         "--remote.tokenizer",
         str(tokenizer),
     ]
-    words += "--agent.kind rag --eval.split test --sampled False --task.dev-percent 0 --task.top-k 2 --out out".split()
+    words += "--agent.kind rag --eval.split test --no-sampled --task.dev-percent 0 --task.top-k 2 --out out".split()
     words += ["--task.data-dir", str(tmp_path)]
     flags_to_keep = ["--task.keep-incomplete"] if bare else ["--task.keep_incomplete", "True"]
     with serving(answer) as endpoint:
@@ -592,17 +591,3 @@ def test_keeping_incomplete_questions_needs_the_distractor_setting():
         UserError, match=r"task\.keep_incomplete is True, but task\.setting is open"
     ):
         check(dataclasses.replace(config, task=dataclasses.replace(task, setting="open")))
-
-
-def test_a_flag_that_is_true_or_false_means_true_alone():
-    config = load_config("hotpotqa_distractor_v5e")
-    for words in (
-        ["--task.keep-incomplete"],
-        ["--task.keep_incomplete", "--seed", "3"],
-        ["--task.keep-incomplete", "True"],
-    ):
-        assert override(config, words, prog="eval").task.keep_incomplete
-    assert not override(
-        config, ["--task.keep-incomplete", "False"], prog="eval"
-    ).task.keep_incomplete
-    assert override(config, [], prog="eval") == config

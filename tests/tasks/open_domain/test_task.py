@@ -92,7 +92,7 @@ def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_di
     assert distractor.shown == "3 of 2 to 10 passages"
     assert distractor.notes == (
         "246 of 438 questions lack a gold passage among their own passages; they are left out, and "
-        "--task.keep-incomplete True would keep them",
+        "--task.keep-incomplete would keep them",
     )
     complete = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
     assert len(complete.questions("dev")) + len(complete.questions("test")) == 338
