@@ -23,7 +23,7 @@ def as_words(overrides: Overrides | None) -> list[str]:
     """Return overrides as the words of a command line.
 
     >>> as_words({"method.rounds": 1, "eval.control": False})
-    ['--method.rounds', '1', '--eval.control', 'False']
+    ['--method.rounds', '1', '--eval.no-control']
     >>> as_words({"agents": ["direct", "rag"]})
     ['--agents', 'direct', 'rag']
     """
@@ -38,9 +38,12 @@ def as_words(overrides: Overrides | None) -> list[str]:
         return [str(word) for word in overrides]
     words: list[str] = []
     for name, value in overrides.items():
-        words.append(f"--{name.removeprefix('--').replace('_', '-')}")
+        section, dot, field = name.removeprefix("--").replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{section}{dot}{field}" if value else f"--{section}{dot}no-{field}")
+            continue
         values = value if isinstance(value, list | tuple) else [value]
-        words += [str(entry) for entry in values]
+        words += [f"--{section}{dot}{field}", *(str(entry) for entry in values)]
     return words
 
 

@@ -15,9 +15,34 @@ from collections.abc import Sequence
 
 from mujica_jax.commands import eval as evaluation
 from mujica_jax.config.command_line import take_flag
+from mujica_jax.config.program_help import ProgramHelp, program_name, wanted_help
 from mujica_jax.errors import UserError
 
-USAGE = 'python -m mujica_jax.ask RUN "QUESTION" [flags]'
+USAGE = 'RUN|MODEL "QUESTION" [flags]'
+HELP = ProgramHelp(
+    summary="Let a trained agent answer a question in your own words, and show how it finds the "
+    "answer. A model outside of a run needs --config CONFIG.",
+    usage=USAGE,
+    examples={
+        'runs/first "Who is the director of Dark Pilot?"': "Ask the newest policy of a run.",
+        'smollm2 "Who is the mayor of Venford?" --config two_wiki_text_smollm2 --task.data-dir DIR': (
+            "Ask a model that no run has trained."
+        ),
+    },
+    common={
+        "Who answers": ("policy", "adapter", "worker"),
+        "What is searched": (
+            "task.kind",
+            "task.environment",
+            "task.data_dir",
+            "task.index",
+            "task.retriever",
+            "task.top_k",
+        ),
+        "Agent": ("agent.kind", "agent.prompt", "agent.max_iterations"),
+        "Sizes": ("engine.max_num_seqs", "agent.max_trajectory_tokens"),
+    },
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 130: Ctrl-C ended the program.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if "--help" in words or "-h" in words:
-        print(f"usage: {USAGE}\n\n{__doc__}\nThe flags are those of the program eval:\n")
-        return evaluation.main(["--help"])
     try:
+        if wanted_help(words):
+            # This prints the help, and ends the program.
+            evaluation.read_flags(words, None, command="ask", program=HELP)
         eval_words = eval_arguments(words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,7 +72,7 @@ def eval_arguments(arguments: Sequence[str]) -> list[str]:
     if len(positional) < 2:
         raise UserError(
             f"a run and a question are needed, but the first words are {' '.join(words[:2])!r}: "
-            f"write {USAGE}"
+            f"write {program_name('ask')} {USAGE}"
         )
     checkpoint, question, *flags = words
     if flags and not flags[0].startswith("--"):

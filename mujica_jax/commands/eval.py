@@ -337,11 +337,18 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     return read_flags(words, None if name is None else load_config(name))
 
 
-def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalArguments, Config]:
+def read_flags(
+    words: Sequence[str],
+    named_config: Config | None,
+    *,
+    command: str = "eval",
+    program: ProgramHelp = HELP,
+) -> tuple[EvalArguments, Config]:
     """Parse the flags that follow the name of a configuration.
 
-    `named_config` is that configuration, or None if the command names none. Returns the parsed
-    arguments, and the full configuration with the changes by the flags. Raises UserError.
+    `named_config` is that configuration, or None if the command names none. `command` is the
+    program whose flags these are, and `program` is its help. Returns the parsed arguments, and the
+    full configuration with the changes by the flags. Raises UserError.
     """
     # Read the arguments that decide which configuration the other flags change.
     checkpoint = _flag_value(words, "--checkpoint")
@@ -372,7 +379,7 @@ def read_flags(words: Sequence[str], named_config: Config | None) -> tuple[EvalA
         remote=RemoteConfig(),
         **sections,
     )
-    options = override(defaults, words, prog=program_name("eval"), program=HELP)
+    options = override(defaults, words, prog=program_name(command), program=program)
 
     changed_sections = {name: getattr(options, name) for name in section_names}
     changed_sections["task"] = without_copies(options.task)

@@ -41,6 +41,11 @@ COMMANDS = (
         summary="score a policy on held-out questions",
     ),
     Command(
+        name="ask",
+        module="mujica_jax.commands.ask",
+        summary="let a trained agent answer a question in your own words",
+    ),
+    Command(
         name="serve",
         module="mujica_jax.commands.serve",
         summary="serve a policy to other programs",

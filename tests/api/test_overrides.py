@@ -30,7 +30,7 @@ def test_no_overrides_change_nothing():
 def test_values_that_are_true_false_none_and_lists_are_written_as_flags():
     overrides = {"eval.control": False, "init": None, "agents": ("direct", "rag")}
     assert as_words(overrides) == [
-        "--eval.control", "False", "--init", "None", "--agents", "direct", "rag",
+        "--eval.no-control", "--init", "None", "--agents", "direct", "rag",
     ]  # fmt: skip
     assert changed({"eval.control": False, "init": None}) == dataclasses.replace(
         get_config(), eval=dataclasses.replace(get_config().eval, control=False)
