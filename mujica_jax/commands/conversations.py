@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mujica_jax import metrics
+from mujica_jax.config.program_help import program_name
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.storage.run_directory import atomic_write, run_path
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.trajectories.store import Store
 
-PROGRAM = "python -m mujica_jax.conversations"
 # The few-shot samples of the warm-up are stored as round 0.
 WARM_UP = "warm-up"
 EVALUATION = "evaluation of "
@@ -312,7 +312,7 @@ def _about(trajectory: Trajectory, phase: str) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
+        prog=program_name("conversations"),
         description="Write the conversations of a run as messages, one JSON object a line.",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, local or gs://BUCKET/PREFIX")

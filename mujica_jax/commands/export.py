@@ -18,11 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mujica_jax.config.program_help import program_name
 from mujica_jax.errors import UserError
 from mujica_jax.models.hub_upload import check_upload, upload_folder
 from mujica_jax.runs.export import Form, find_export, write_export
-
-PROGRAM = "python -m mujica_jax.export"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +71,7 @@ def export(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
+        prog=program_name("export"),
         description="Write a policy of a run into a folder that others can use, with a model card.",
     )
     parser.add_argument("run", metavar="RUN", help="run directory, local or gs://BUCKET/PREFIX")

@@ -48,7 +48,19 @@ COMMANDS = (
     Command(
         name="serve",
         module="mujica_jax.commands.serve",
-        summary="serve a policy to other programs",
+        summary="serve a policy and its agent: a page to ask, and OpenAI's interface",
+    ),
+    Command(
+        name="view",
+        module="mujica_jax.commands.view",
+        summary="show runs in a browser: curves, and trajectories token by token",
+        keeps_freed_memory=False,
+    ),
+    Command(
+        name="report",
+        module="mujica_jax.commands.report",
+        summary="write the report of runs as one HTML file",
+        keeps_freed_memory=False,
     ),
     Command(
         name="index",
@@ -62,6 +74,18 @@ COMMANDS = (
         summary="sample for a trainer in another process",
     ),
     Command(
+        name="conversations",
+        module="mujica_jax.commands.conversations",
+        summary="write the conversations of a run into a file that other programs learn",
+        keeps_freed_memory=False,
+    ),
+    Command(
+        name="export",
+        module="mujica_jax.commands.export",
+        summary="write a policy into a folder with a model card, or push it to the Hub",
+        keeps_freed_memory=False,
+    ),
+    Command(
         name="plan",
         module="mujica_jax.commands.plan",
         summary="print what a configuration needs, and whether it fits the chips",
@@ -70,7 +94,7 @@ COMMANDS = (
 # Commands of the help, each with its meaning.
 EXAMPLES = {
     "mujica train --run runs/first": "train a small model in the tiny world, in a few minutes",
-    "mujica eval --checkpoint runs/first": "score its newest policy",
+    "mujica serve runs/first": "ask its agent in a browser, and look at its trajectories",
     "mujica plan two_wiki_text_v5e --chips v5e:4x8": "check whether a 7B model fits 32 chips",
 }
 ABOUT = (

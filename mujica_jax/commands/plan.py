@@ -178,30 +178,40 @@ def is_from_scratch(config: Config) -> bool:
     return config.init is None and config.pretraining.steps > 0
 
 
-def summary_lines(config: Config, model: "DecoderConfig", trainer: "Trainer") -> list[str]:
+def summary_lines(config: PlanConfig, model: "DecoderConfig", trainer: "Trainer") -> list[str]:
     """Return what a run needs on any chips."""
     from mujica_jax.runs import memory
 
     parameters, trained = memory.count_parameters(trainer)
     trained_words = "all trained" if trained == parameters else f"{trained:,} trained"
-    source = f"from {config.init}"
-    if is_from_scratch(config):
-        source = "with random weights"
-    elif config.init is None:
-        source = "of a checkpoint with an output matrix of its own (--init reads the exact sizes)"
     rows = {
-        "model": f"{model.family}, {model.num_layers} layers of width {model.hidden_size}, {source}: "
+        "model": f"{model.family}, {model.num_layers} layers of width {model.hidden_size}: "
         f"{parameters:,} parameters, {trained_words}",
+        "weights": weights_in_words(config),
         "step": f"{config.trainer.batch_size} rows x {config.trainer.sequence_length:,} tokens = "
         f"{config.trainer.tokens_per_step:,} tokens in one update",
         "updates": updates_in_words(config),
         "sampling": sampling_in_words(config),
         "disk": disk_in_words(config, trainer),
     }
+    if getattr(config.task, "retriever", "") == "dense" and not config.retrieval_gigabytes:
+        rows["search"] = (
+            f"the embedder {config.task.embedder} and an index on the chips are not counted: give "
+            "their size with --retrieval-gigabytes"
+        )
     width = max(map(len, rows)) + 2
     return [f"{config.name} ({config.method.kind} on {config.task.kind})", ""] + [
         f"{name.ljust(width)}{text}" for name, text in rows.items()
     ]
+
+
+def weights_in_words(config: Config) -> str:
+    """Return where the weights come from, and how exact their number is."""
+    if config.init is not None:
+        return f"from {config.init}"
+    if is_from_scratch(config):
+        return "random, with a tokenizer of the largest size"
+    return "a checkpoint with an output matrix of its own; --init reads the exact sizes"
 
 
 def updates_in_words(config: Config) -> str:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mujica_jax.config.program_help import program_name
 from mujica_jax.errors import UserError
 from mujica_jax.storage.local import as_user_error, atomic_write
 
-PROGRAM = "python -m mujica_jax.report"
 DEFAULT_OUT = "report.html"
 
 
@@ -44,7 +44,7 @@ def _write(runs: Sequence[str], out: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Write the report of runs as one HTML file."
+        prog=program_name("report"), description="Write the report of runs as one HTML file."
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory, on local disk or gs://BUCKET/NAME"

@@ -11,9 +11,9 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from mujica_jax.config.program_help import program_name
 from mujica_jax.errors import UserError
 
-PROGRAM = "python -m mujica_jax.view"
 DEFAULT_PORT = 8700
 LOOPBACK = "127.0.0.1"
 
@@ -50,7 +50,8 @@ def _serve(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Look at the trajectories and the curves of runs in a browser."
+        prog=program_name("view"),
+        description="Look at the trajectories and the curves of runs in a browser.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory, on local disk or gs://BUCKET/NAME"
