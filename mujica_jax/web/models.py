@@ -117,7 +117,7 @@ def open_policy(
         max_new_tokens=max_new_tokens, temperature=limits.temperature, seed=limits.seed
     )
     return ServedModels(
-        name=policy.name,
+        name=policy.name if policy.run is None else f"{policy.run.name}, {policy.name}",
         background=background,
         policy=ServedPolicy(background, tokenizer, max_tokens=max_tokens, defaults=defaults),
         agent=_agent(config, task, sources, background, tokenizer, agents),

@@ -48,7 +48,7 @@ export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
   if (seconds >= 60) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  return `${number(seconds, 1)} s`;
+  return `${number(seconds, seconds < 1 ? 2 : 1)} s`;
 }
 
 // Return a table with a caption, column headings and rows of cells. The first cell of a row is its

@@ -16,12 +16,14 @@ let nextId = 0;
 export function trajectoryFacts(trajectory) {
   const isAnswered = trajectory.stop_reason === "answered";
   const parts = Object.entries(trajectory.rewards_by_part);
+  // An episode of the page that asks has no gold answer, and so no reward.
+  const isAsked = trajectory.set === "asked";
   const facts = [
     ["Answer", isAnswered ? trajectory.answer : element("span", { class: "quiet" }, "no answer"), "wide"],
-    ["Gold answers", trajectory.answers.length ? trajectory.answers.join(" | ") : "not recorded", "wide"],
-    ["Reward", trajectory.reward === null ? "none: a search or the judge failed" : number(trajectory.reward, 4)],
+    ["Gold answers", isAsked ? null : trajectory.answers.length ? trajectory.answers.join(" | ") : "not recorded", "wide"],
+    ["Reward", isAsked ? null : trajectory.reward === null ? "none: a search or the judge failed" : number(trajectory.reward, 4)],
     ...parts.map(([name, value]) => [`Reward: ${name}`, number(value, 4)]),
-    ["Kept for training", keptText(trajectory)],
+    ["Kept for training", isAsked ? null : keptText(trajectory)],
     ["Threshold K", trajectory.threshold === null ? null : number(trajectory.threshold, 4)],
     ["Ended by", isAnswered ? "answered" : element("span", { class: "tag bad" }, trajectory.stop_reason)],
     ["Kind", trajectory.kind],
