@@ -230,6 +230,7 @@ def _check(options: ServeArguments) -> None:
 
 def _check_agent(options: AgentServeArguments) -> None:
     """Check the flags of an agent. Raises UserError."""
+    places_of(options.sources)
     longest = options.agent.max_trajectory_tokens
     if options.max_tokens is not None and options.max_tokens < longest:
         raise UserError(

@@ -2,15 +2,19 @@
 a signal.
 """
 
+import contextlib
 import dataclasses
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
@@ -45,36 +49,43 @@ def checkpoint(tmp_path) -> Path:
     return tmp_path / "checkpoint"
 
 
-@pytest.mark.parametrize("kind", ["native", "jetstream"])
-def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
-    """The stub of JetStream's protocol asks. Either engine stands behind it."""
-    command = [
-        sys.executable,
-        "-m",
-        "mujica_jax.serve",
-        "--init",
-        str(checkpoint),
-        "--port",
-        "0",
-        *SIZES,
-    ]
-    command += ["--engine.kind", kind]
+@contextlib.contextmanager
+def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Start the program, and yield it with the lines that it printed until it serves."""
+    command = [sys.executable, "-m", "mujica_jax.serve", *words]
     server = subprocess.Popen(
-        [*command, "--metrics-port", "0"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None
-        metrics = re.fullmatch(
-            r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline()
-        )
-        served = re.fullmatch(r".*checkpoint at (127.0.0.1:\d+)\n", server.stdout.readline())
-        assert metrics
+        lines = []
+        while not lines or not lines[-1].startswith("serving"):
+            line = server.stdout.readline()
+            if not line:
+                raise AssertionError(server.communicate()[1])
+            lines.append(line)
+        yield server, lines
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("kind", ["native", "jetstream"])
+def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
+    """Two clients ask: OpenAI's, and the stub of JetStream's protocol. Either engine answers."""
+    words = [str(checkpoint), "--port", "0", "--grpc-port", "0", *SIZES, "--engine.kind", kind]
+    with started(*words) as (server, lines):
+        grpc_address = re.fullmatch(r"gRPC .* at (127.0.0.1:\d+)\n", lines[0])
+        served = re.fullmatch(r"serving .*checkpoint at (http://127.0.0.1:\d+); .*\n", lines[1])
+        assert grpc_address
         assert served
-        with grpc.insecure_channel(served[1]) as channel:
+
+        client = openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", timeout=HANG_SECONDS)
+        assert [model.id for model in client.models.list()] == ["policy"]
+        messages = [{"role": "user", "content": "Who is the director?"}]
+        answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+        assert 0 < answer.usage.completion_tokens <= 5
+
+        with grpc.insecure_channel(grpc_address[1]) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
             answers = stub.Decode(
@@ -84,14 +95,13 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
                 token for chunks in answers for token in chunks.stream_content.samples[0].token_ids
             ]
         assert 0 < len(tokens) <= 5
-        with urllib.request.urlopen(metrics[1]) as page:
-            assert b"generated_tokens" in page.read()
+        with urllib.request.urlopen(f"{served[1]}/metrics") as page:
+            assert b"mujica_requests_total 2.0" in page.read()
+
         server.send_signal(signal.SIGTERM)
         output, messages = server.communicate(timeout=HANG_SECONDS)
         assert server.returncode == 0, messages
         assert output == "", messages
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize(
@@ -121,14 +131,45 @@ def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
     assert sentence in message
 
 
-def test_without_jetstream_serving_is_refused_before_the_model_is_read(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["x", "--task.top-k", "3"], "--task.top-k is given, but x has no configuration"),
+        (
+            ["x", "--config", "tiny_world", "--max-tokens", "300", "--max-new-tokens", "9"],
+            "--max-tokens is 300, but conversations of the agent may have "
+            "agent.max_trajectory_tokens 320",
+        ),
+        (["x", "--config", "tiny_wurld"], "did you mean tiny_world"),
+        (
+            ["x", "--config", "tiny_world", "--sources", "films"],
+            "--sources is 'films': give NAME=DIRECTORY",
+        ),
+        (["x", "--api-key-file", "nowhere"], "--api-key-file nowhere cannot be read"),
+    ],
+)
+def test_what_an_agent_or_a_key_lacks_is_said_in_a_sentence(capsys, words, sentence):
+    assert serve.main([*words, "--port", "0"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_the_model_is_read(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert serve.main(["nowhere", "--port", port]) == 2
+    assert f"127.0.0.1:{port} cannot be opened" in capsys.readouterr().err
+
+
+def test_without_jetstream_its_protocol_is_refused_before_the_model_is_read(capsys, monkeypatch):
     for name in list(sys.modules):
         if name.startswith("jetstream."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jetstream", None)
-    assert serve.main(["--init", "nowhere"]) == 2
+    assert serve.main(["nowhere", "--grpc-port", "0"]) == 2
     assert capsys.readouterr().err == (
-        "error: python -m mujica_jax.serve needs the package jetstream, but jetstream is not "
+        "error: --grpc-port needs the package jetstream, but jetstream is not "
         "installed: install the extra `jetstream`, as in `pip install -e '.[jetstream]'` where "
         "mujica_jax was cloned\n"
     )
