@@ -178,30 +178,40 @@ def is_from_scratch(config: Config) -> bool:
     return config.init is None and config.pretraining.steps > 0
 
 
-def summary_lines(config: Config, model: "DecoderConfig", trainer: "Trainer") -> list[str]:
+def summary_lines(config: PlanConfig, model: "DecoderConfig", trainer: "Trainer") -> list[str]:
     """Return what a run needs on any chips."""
     from mujica_jax.runs import memory
 
     parameters, trained = memory.count_parameters(trainer)
     trained_words = "all trained" if trained == parameters else f"{trained:,} trained"
-    source = f"from {config.init}"
-    if is_from_scratch(config):
-        source = "with random weights"
-    elif config.init is None:
-        source = "of a checkpoint with an output matrix of its own (--init reads the exact sizes)"
     rows = {
-        "model": f"{model.family}, {model.num_layers} layers of width {model.hidden_size}, {source}: "
+        "model": f"{model.family}, {model.num_layers} layers of width {model.hidden_size}: "
         f"{parameters:,} parameters, {trained_words}",
+        "weights": weights_in_words(config),
         "step": f"{config.trainer.batch_size} rows x {config.trainer.sequence_length:,} tokens = "
         f"{config.trainer.tokens_per_step:,} tokens in one update",
         "updates": updates_in_words(config),
         "sampling": sampling_in_words(config),
         "disk": disk_in_words(config, trainer),
     }
+    if getattr(config.task, "retriever", "") == "dense" and not config.retrieval_gigabytes:
+        rows["search"] = (
+            f"the embedder {config.task.embedder} and an index on the chips are not counted: give "
+            "their size with --retrieval-gigabytes"
+        )
     width = max(map(len, rows)) + 2
     return [f"{config.name} ({config.method.kind} on {config.task.kind})", ""] + [
         f"{name.ljust(width)}{text}" for name, text in rows.items()
     ]
+
+
+def weights_in_words(config: Config) -> str:
+    """Return where the weights come from, and how exact their number is."""
+    if config.init is not None:
+        return f"from {config.init}"
+    if is_from_scratch(config):
+        return "random, with a tokenizer of the largest size"
+    return "a checkpoint with an output matrix of its own; --init reads the exact sizes"
 
 
 def updates_in_words(config: Config) -> str:
@@ -312,8 +322,7 @@ def target_lines(options: PlanConfig, model: "DecoderConfig", target: Target) ->
     except UserError as error:
         lines.append(f"does not fit: {error}")
     else:
-        free_bytes = target.chip.memory_bytes - max(phase.bytes for phase in phases)
-        lines.append(_fits_line(options, free_bytes))
+        lines.append(_fits_line(options, phases, target.chip))
     return lines
 
 
@@ -370,14 +379,16 @@ def _cache_line(config: Config, model: "DecoderConfig") -> str:
     )
 
 
-def _fits_line(options: PlanConfig, free_bytes: int) -> str:
-    """Return the verdict for chips that have this much memory left in the fullest phase."""
+def _fits_line(options: PlanConfig, phases: "Sequence[PhaseMemory]", chip: "Chip") -> str:
+    """Return the verdict for a chip that has enough memory for what is known."""
+    from mujica_jax.runs.memory import STEP
+
     if options.compile:
+        free_bytes = chip.memory_bytes - max(phase.bytes for phase in phases)
         return f"fits: {_size(free_bytes)} are free in the fullest phase"
-    return (
-        f"fits if the training step needs no more than this: {_size(free_bytes)} are free in the "
-        "fullest phase. --compile measures the step"
-    )
+    (learning,) = [phase for phase in phases if STEP in phase.parts]
+    step_bytes = chip.memory_bytes - (learning.bytes - learning.parts[STEP])
+    return f"fits if the training step takes at most {_size(step_bytes)}; --compile measures it"
 
 
 def targets_of(options: PlanConfig) -> list[Target]:
@@ -432,8 +443,9 @@ def _use_virtual_devices(count: int) -> None:
 
     Raises UserError if JAX has already started in this process with fewer devices.
     """
-    # With libtpu, JAX would look for a TPU.
+    # With libtpu, JAX would look for a TPU, and would wait for other processes that use libtpu.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     import jax
 
     try:

@@ -1,6 +1,7 @@
 """What `plan` prints before a run: counted by hand, and the check's own sentence where it does not fit."""
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_a_topology_has_as_many_chips_as_its_grid():
 @pytest.mark.parametrize(
     ("chips", "sentence"),
     [
-        ("v5x:4x8", "unknown chip 'v5x' in --chips; did you mean v5p?"),
+        ("v5ee:4x8", "unknown chip 'v5ee' in --chips; did you mean v5e?"),
         ("h100:8", "unknown chip 'h100' in --chips; choose from v4, v5e, v5p, v6e, v7x"),
         ("v5e", "--chips v5e is not a topology: write the chip and its grid, as in v5e:4x8"),
         (
@@ -134,14 +135,19 @@ def test_the_table_has_a_row_for_each_phase_and_no_empty_part():
     ]
 
 
+COMPILER = ROOT / ".venv" / "tpu"
+
+
 def run_plan(*words: str) -> str:
-    """Return what the program prints in a process of its own."""
+    """Return what the program prints in a process of its own, which finds libtpu if it is there."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    paths = [str(COMPILER), *filter(None, [os.environ.get("PYTHONPATH")])]
     ended = subprocess.run(
         [sys.executable, "-m", "mujica_jax.plan", *words],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -155,11 +161,26 @@ def test_a_7b_model_is_planned_without_a_device_and_without_weights():
     assert "21 policies of 15.2 GB, and a checkpoint of 91.4 GB: 411.2 GB" in output
     (loading,) = [line for line in output.splitlines() if line.startswith("loading")]
     assert loading.split()[:2] == ["loading", "8.48"]
-    assert "\nfits if the training step needs no more than this: " in output
+    # 16 GB less 7.53 GB of parameters, optimizer state, KV cache and embedder.
+    assert "\nfits if the training step takes at most 8.5 GB; --compile measures it\n" in output
 
 
 def test_a_model_that_does_not_fit_gets_the_sentence_of_the_check():
     output = run_plan("two_wiki_text_v5e", "--chips", "v5e:2x4", "--retrieval-gigabytes", "0.67")
     assert "v5e:2x4, with --trainer.fsdp 8: GB per chip. A v5e has 16.0 GB" in output
-    sentence = "does not fit: two_wiki_text_v5e needs 21.8 GB per chip while syncing, but a v5e has 16.0 GB"
+    sentence = "does not fit: two_wiki_text_v5e needs 23.2 GB per chip while learning, but a v5e has 16.0 GB"
     assert sentence in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (COMPILER / "libtpu").is_dir() and importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: `make test-slow` does it",
+)
+def test_a_compiled_plan_has_the_figures_of_the_page_about_memory():
+    """They are those of libtpu 0.0.52, as in docs/concepts/memory.md."""
+    words = ["--chips", "v5e:4x8", "--compile", "--retrieval-gigabytes", "0.67"]
+    output = run_plan("two_wiki_text_v5e", *words)
+    (learning,) = [line.split() for line in output.splitlines() if line.startswith("learning")]
+    assert (learning[1], learning[-1]) == ("14.39", "6.86")
+    assert "\nfits: 1.6 GB are free in the fullest phase\n" in output

@@ -147,9 +147,9 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
     }
 
-    def run(*words: str) -> str:
+    def run(*words: str, program: str = python) -> str:
         ended = subprocess.run(
-            [python, *words],
+            [program, *words],
             cwd=folder,
             env=inherited | {"JAX_PLATFORMS": "cpu"},
             capture_output=True,
@@ -161,6 +161,8 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
     assert Path(run("-c", "import mujica_jax; print(mujica_jax.__file__)").strip()).is_relative_to(
         site
     )
+    command = str(environment / "bin" / "mujica")
+    assert "\n  train " in run("--help", program=command)
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     run("-m", "mujica_jax.train", "--run", "run", *flags)
     phases = [

@@ -1,6 +1,9 @@
 """What lies on a chip in each phase, counted by hand for a decoder of 3,008 numbers."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -11,6 +14,7 @@ from mujica_jax.runs import memory
 from mujica_jax.runs.memory import PhaseMemory, check_memory, phases
 from mujica_jax.runtime.chips import CHIPS
 from tests.helpers.packed_rows import MODEL, TRAINER
+from tests.helpers.paths import ROOT
 
 # The embedding, four projections of the attention, three of the perceptron, norms of a layer and
 # its heads, the last.
@@ -110,9 +114,35 @@ def test_the_gradient_has_four_bytes_for_each_trained_number():
     assert memory.gradient_bytes(trainer_with(lora_rank=2)) == 4 * ADAPTER_NUMBERS
 
 
-def test_the_gradient_is_split_like_the_weights_but_for_norms():
+ON_TWO_DEVICES = """
+import dataclasses, json, jax
+jax.config.update("jax_num_cpu_devices", 2)
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.runs import memory
+from tests.helpers.packed_rows import MODEL, TRAINER
+trainer = Trainer(MODEL, dataclasses.replace(TRAINER, fsdp=2, accumulation_steps=2))
+print(json.dumps([
+    memory.gradient_bytes(trainer),
+    memory.layer_input_bytes(trainer),
+    memory.checkpoint_bytes(trainer),
+    *memory.count_parameters(trainer),
+]))
+"""
+
+
+def test_two_chips_split_the_gradient_and_the_rows_and_share_a_checkpoint():
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_TWO_DEVICES], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 0, ended.stderr
+    gradient, inputs, checkpoint, all_numbers, trained_numbers = json.loads(ended.stdout)
+    # Norms are whole on each chip.
     norms = (2 * 16 + 2 * 8) + 16
-    assert memory.gradient_bytes(trainer_with(fsdp=2)) == 4 * ((NUMBERS - norms) // 2 + norms)
+    assert gradient == 4 * ((NUMBERS - norms) // 2 + norms)
+    # 2 rows of 32 tokens on each chip at once.
+    assert inputs == 2 * 32 * 16 * 4
+    assert 0 <= checkpoint - 3 * 4 * NUMBERS < 64
+    assert all_numbers == trained_numbers == NUMBERS
 
 
 @pytest.mark.parametrize(
@@ -122,8 +152,6 @@ def test_the_gradient_is_split_like_the_weights_but_for_norms():
         ({}, 8 * 32 * 16 * 4),
         ({"dtype": "bfloat16"}, 8 * 32 * 16 * 2),
         ({"accumulation_steps": 4}, 2 * 32 * 16 * 4),
-        ({"fsdp": 2}, 4 * 32 * 16 * 4),
-        ({"fsdp": 2, "accumulation_steps": 2}, 2 * 32 * 16 * 4),
     ],
 )
 def test_each_layer_keeps_its_input_for_the_rows_that_a_chip_computes_at_once(changes, expected):
@@ -132,8 +160,6 @@ def test_each_layer_keeps_its_input_for_the_rows_that_a_chip_computes_at_once(ch
 
 def test_a_checkpoint_has_parameters_and_two_moments_and_counters():
     assert 0 <= memory.checkpoint_bytes(trainer_with()) - 3 * 4 * NUMBERS < 64
-    # However the state is split over the chips.
-    assert 0 <= memory.checkpoint_bytes(trainer_with(fsdp=2)) - 3 * 4 * NUMBERS < 64
 
 
 def test_conversations_take_whole_pages():
