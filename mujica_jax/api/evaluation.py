@@ -18,6 +18,7 @@ from mujica_jax.runs.evaluate import Evaluated, Models
 from mujica_jax.runs.evaluate import evaluate as evaluate_configs
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.run_directory import RunPath, run_path
+from mujica_jax.tasks.data_folder import check_data_dir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,6 +92,7 @@ def evaluate(
         policy = load(policy, config=config, overrides=overrides)
     elif config is not None or overrides is not None:
         policy = policy.changed(config, overrides)
+    check_data_dir(policy.config.task)
     preemption = Preemption()
     return policy.call(
         functools.partial(_evaluate, policy, preemption, samples=samples, out=out),

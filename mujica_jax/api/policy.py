@@ -67,7 +67,6 @@ class PolicySource:
         words += self.words
         named_config = None if self.config is None else as_config(self.config)
         options, full_config = parsed(words, lambda: evaluation.read_flags(words, named_config))
-        check_data_dir(full_config.task)
         return Policy(evaluation.find_checkpoint(options), full_config, self)
 
 
@@ -124,6 +123,7 @@ class Policy:
     @functools.cached_property
     def task(self) -> Task:
         """The task of the configuration, with its questions. It is built on first use."""
+        check_data_dir(self.config.task)
         return prepare_tasks([self.config])[self.config.task]
 
     @functools.cached_property

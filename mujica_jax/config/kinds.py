@@ -165,7 +165,9 @@ def check_flags(
         if not word.startswith(f"--{section}."):
             continue
         name = word.partition("=")[0].removeprefix(f"--{section}.").replace("-", "_")
-        owners = [other for other, member in kinds.items() if name in _fields(member)]
+        # `--method.no-sft` sets the field sft.
+        names = {name, name.removeprefix("no_")}
+        owners = [other for other, member in kinds.items() if names & _fields(member)]
         if owners and kind not in owners:
             raise UserError(
                 f"--{section}.{name.replace('_', '-')} is a setting of {section}.kind "

@@ -67,3 +67,12 @@ def test_the_negation_of_a_switch_takes_no_value(capsys):
         command_line(["--eval.no-control", "True"], default="tiny_world")
     assert ended.value.code == 2
     assert "True" in capsys.readouterr().err
+
+
+def test_a_switch_of_another_kind_names_the_kind_that_has_it():
+    with pytest.raises(UserError) as refused:
+        command_line(["--method.no-sft"], default="tiny_world")
+    assert str(refused.value) == (
+        "--method.no-sft is a setting of method.kind decex, but method.kind is mygo: leave it out, "
+        "or add --method.kind decex"
+    )

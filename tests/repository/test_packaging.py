@@ -306,9 +306,9 @@ def test_a_wheel_with_the_core_alone_trains_and_evaluates_in_an_empty_folder(tmp
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
     }
 
-    def run(*words: str) -> str:
+    def run(*words: str, program: str = python) -> str:
         ended = subprocess.run(
-            [python, *words],
+            [program, *words],
             cwd=folder,
             env=inherited | {"JAX_PLATFORMS": "cpu"},
             capture_output=True,
@@ -322,6 +322,8 @@ def test_a_wheel_with_the_core_alone_trains_and_evaluates_in_an_empty_folder(tmp
     )
     optional = run("-c", FIND_OPTIONAL, *sorted(EXTRA_OF))
     assert optional == "[]\n"
+    command = str(environment / "bin" / "mujica")
+    assert "\n  train " in run("--help", program=command)
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     run("-m", "mujica_jax.train", "--run", "run", *flags)
     phases = [
