@@ -41,6 +41,8 @@ def type_in_words(hint: Any, *, section: str) -> str:
         return ", ".join([type_in_words(hint.__origin__, section=section), *bounds])
     if typing.get_origin(hint) is Literal:
         return " or ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is ...:
+        return f"{type_in_words(typing.get_args(hint)[0], section=section)}, one or several"
     if typing.get_origin(hint) is tuple:
         members = typing.get_args(hint)
         if members[-1] is ...:
@@ -80,9 +82,13 @@ def field_comments(section: Any) -> dict[str, str]:
 def own_comments(section: Any) -> dict[str, str]:
     """Return the comments of what a class body defines.
 
-    One comment above two fields that follow each other is the comment of both.
+    One comment above two fields that follow each other is the comment of both. A class whose source
+    is not in a file has none.
     """
-    source = textwrap.dedent(inspect.getsource(section))
+    try:
+        source = textwrap.dedent(inspect.getsource(section))
+    except OSError:
+        return {}
     lines = source.splitlines()
     (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     comments = {}
