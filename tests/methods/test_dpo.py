@@ -20,7 +20,7 @@ from mujica_jax.trajectories.messages import read_preferences
 from tests.models.test_tokenizer import TRAINED
 
 BETA = 0.3
-LENGTH = 128
+LENGTH = 256
 
 
 class FakeRun:
