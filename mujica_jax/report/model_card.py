@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax.config.files import CONFIG_FOLDER
 from mujica_jax.config.schema import Config
 
 TAGS = ("mujica", "retrieval-augmented-generation", "question-answering", "agents")
@@ -33,6 +34,11 @@ class BaseOfCard:
     commit: str | None
     licence: str | None
     note: str = ""
+
+    @property
+    def init(self) -> str:
+        """The value of `--init` that gives this model again. A branch may have moved."""
+        return self.name if self.commit is None else f"{self.hub}@{self.commit}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +202,7 @@ class ModelCard:
         """Return two examples: with mujica_jax, and with transformers or PEFT."""
         if self.form == "adapter":
             assert self.base is not None, "adapters are trained on a model"
-            model = f"--init {self.base.name} --adapter {self.name}"
+            model = f"--init {self.base.init} --adapter {self.name}"
             arguments = repr(self.base.hub or self.base.name)
             if self.base.commit is not None:
                 arguments += f", revision={self.base.commit!r}"
@@ -215,7 +221,8 @@ class ModelCard:
                 "",
                 f"model = AutoModelForCausalLM.from_pretrained({self.name!r})",
             ]
-            configuration = f" {self.config.name}"
+            has_file = (CONFIG_FOLDER / f"{self.config.name}.py").exists()
+            configuration = f" {self.config.name if has_file else 'CONFIG'}"
         python.append(f"tokenizer = AutoTokenizer.from_pretrained({self.name!r})")
         return "\n".join(
             [

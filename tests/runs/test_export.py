@@ -1,5 +1,6 @@
 """What an export writes: the files of a policy, and a model card with the facts of its run."""
 
+import dataclasses
 import json
 import shutil
 
@@ -132,6 +133,26 @@ def test_a_base_from_the_hub_is_named_with_its_commit_and_licence(tmp_path, monk
     assert (
         f"[someone/base](https://huggingface.co/someone/base), commit `{commit}` |" in card.text()
     )
+
+
+def test_the_card_of_an_adapter_loads_the_commit_of_its_base(tmp_path, monkeypatch):
+    with served_hub() as fake:
+        use_hub(monkeypatch, fake.address, tmp_path / "cache")
+        commit = fake.commit("someone/base", {})
+        store = trained_run(tmp_path / "run", init="someone/base@main", rank=RANK)
+        name = {"name": "someone/base@main", "commit": commit}
+        store.write_json_once("models/someone--base.json", name)
+        card = model_card(find_export(str(store.root), policy=0, form=None), name="x", licence=None)
+    assert f"python -m mujica_jax.eval --init someone/base@{commit} --adapter x\n" in card.text()
+    assert f"from_pretrained('someone/base', revision='{commit}')\n" in card.text()
+
+
+def test_a_card_names_only_configurations_that_exist(full_run):
+    policy = find_export(str(full_run.root), policy=None, form=None)
+    card = model_card(policy, name="x", licence=None)
+    assert "python -m mujica_jax.eval CONFIG --init x\n" in card.text()
+    known = dataclasses.replace(card, config=dataclasses.replace(card.config, name="tiny_world"))
+    assert "python -m mujica_jax.eval tiny_world --init x\n" in known.text()
 
 
 def test_a_local_base_brings_the_licence_of_its_own_card(tmp_path):
