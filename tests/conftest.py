@@ -35,6 +35,7 @@ LONG = (
     "tests/tasks/tiny_world/test_world.py",
     "tests/tasks/two_wiki/test_task.py",
     "tests/test_serve.py",
+    "tests/web/test_pages.py",
 )
 
 
