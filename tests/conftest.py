@@ -36,6 +36,8 @@ LONG = (
     "tests/tasks/tiny_world/test_world.py",
     "tests/tasks/two_wiki/test_task.py",
     "tests/commands/test_serve.py",
+    "tests/web/test_ask_page.py",
+    "tests/web/test_pages.py",
 )
 
 # Files and folders of tests that need an optional package, with the extra that brings it. The extra
@@ -50,7 +52,7 @@ NEEDED_PACKAGES = {
     "tests/runs/test_jetstream_run.py": ("jetstream", "jetstream"),
     "tests/runs/test_smollm2.py": ("mkdocs", "docs"),
     "tests/tasks/test_prepare.py": ("tensorflow_datasets", "tfds"),
-    "tests/test_serve.py": ("jetstream", "jetstream"),
+    "tests/commands/test_serve.py": ("jetstream", "jetstream"),
 }
 
 

@@ -15,7 +15,10 @@ from mujica_jax.trajectories.question_records import encode_questions
 
 
 def record_selection(
-    run: Run, number: int, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
+    run: Run,
+    number: int,
+    trajectories: Sequence[Trajectory],
+    kept_trajectories: Sequence[Trajectory],
 ) -> None:
     """Store the questions of a round, and which of its trajectories are kept for training.
 
@@ -28,5 +31,5 @@ def record_selection(
     folder = f"rounds/{number:04d}"
     questions = encode_questions(question_of[question_id] for question_id in asked_ids)
     run.store.create(f"{folder}/questions.jsonl", questions)
-    kept_names = [[trajectory.question_id, trajectory.attempt] for trajectory in kept]
+    kept_names = [[trajectory.question_id, trajectory.attempt] for trajectory in kept_trajectories]
     run.store.write_json_once(f"{folder}/kept.json", {"kept": kept_names})

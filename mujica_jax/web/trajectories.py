@@ -37,7 +37,7 @@ class ListQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     set: list[str] = Field(default=[], max_length=1000)
-    kept: bool | None = None
+    is_kept: bool | None = Field(default=None, alias="kept")
     reward_min: float | None = None
     reward_max: float | None = None
     searches_min: int | None = Field(default=None, ge=0, lt=2**31)
@@ -54,7 +54,7 @@ class ListQuery(BaseModel):
     def condition(self) -> Filter:
         """Return the filter of the query."""
         return Filter(
-            kept=self.kept,
+            is_kept=self.is_kept,
             min_reward=self.reward_min,
             max_reward=self.reward_max,
             stop_reasons=self.stop_reason,
@@ -125,7 +125,7 @@ def router(library: RunLibrary) -> APIRouter:
         record = shards.read_row(file, row)
         listed = tables.rows(run, [trajectory_set]).table
         attempts = matching(listed, Filter(question_id=record.question_id))
-        kept = [
+        marks = [
             entry["kept"]
             for entry in attempts.to_pylist()
             if entry["shard"] == shard and entry["row"] == row
@@ -142,7 +142,7 @@ def router(library: RunLibrary) -> APIRouter:
             "set_title": trajectory_set.title,
             "shard": shard,
             "row": row,
-            "kept": kept[0] if kept else None,
+            "kept": marks[0] if marks else None,
             "threshold": trajectory_set.threshold,
             "damaged": [dataclasses.asdict(questions_damage)] if questions_damage else [],
             **detail(record, question, run.tokenizer()),

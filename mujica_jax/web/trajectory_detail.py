@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import tokenizers
 
 from mujica_jax.records import Conversation, GoldPassage, Search, Trajectory, Turn
@@ -47,7 +48,9 @@ def detail(
 
 def question_of(questions: pyarrow.Table, question_id: str) -> dict[str, Any] | None:
     """Return the row of a question, or None."""
-    rows = questions.filter(pyarrow.compute.equal(questions["id"], question_id)).slice(0, 1)
+    # Arrow makes its functions when it is imported, so a type checker does not see them.
+    compute: Any = pyarrow.compute
+    rows = questions.filter(compute.equal(questions["id"], question_id)).slice(0, 1)
     return rows.to_pylist()[0] if rows.num_rows else None
 
 

@@ -35,13 +35,15 @@ SORT_COLUMNS = ("set", "kind", "kept", "question", *SHARD_COLUMNS)
 # Separates the question's id from the attempt in a combined key. Ids hold no such character.
 KEY_SEPARATOR = "\x1f"
 READING_THREADS = 2
+# Arrow makes these functions when it is imported, so a type checker does not see them.
+compute: Any = pyarrow.compute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Filter:
     """What the rows of a list must fulfil. None and empty values allow everything."""
 
-    kept: bool | None = None
+    is_kept: bool | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     stop_reasons: Sequence[str] = ()
@@ -146,16 +148,15 @@ def matching(table: pyarrow.Table, condition: Filter) -> pyarrow.Table:
         return table
     mask = masks[0]
     for further in masks[1:]:
-        mask = pyarrow.compute.and_kleene(mask, further)
+        mask = compute.and_kleene(mask, further)
     return table.filter(mask)
 
 
 def _masks_of_values(table: pyarrow.Table, condition: Filter) -> list[pyarrow.ChunkedArray]:
     """Return a mask for each column whose value is chosen."""
-    compute = pyarrow.compute
     masks = []
-    if condition.kept is not None:
-        masks.append(compute.equal(table["kept"], condition.kept))
+    if condition.is_kept is not None:
+        masks.append(compute.equal(table["kept"], condition.is_kept))
     if condition.question_id:
         masks.append(compute.equal(table["question_id"], condition.question_id))
     for column, values in (("stop_reason", condition.stop_reasons), ("kind", condition.kinds)):
@@ -167,7 +168,6 @@ def _masks_of_values(table: pyarrow.Table, condition: Filter) -> list[pyarrow.Ch
 
 def _masks_of_ranges(table: pyarrow.Table, condition: Filter) -> list[pyarrow.ChunkedArray]:
     """Return a mask for each bound of a number."""
-    compute = pyarrow.compute
     masks = []
     for column, minimum, maximum in (
         ("reward", condition.min_reward, condition.max_reward),
@@ -186,7 +186,7 @@ def page_of(
     """Return some rows of the sorted table. An empty `sort` keeps the order of the shards."""
     if sort:
         order = "descending" if descending else "ascending"
-        indices = pyarrow.compute.sort_indices(table, sort_keys=[(sort, order)])
+        indices = compute.sort_indices(table, sort_keys=[(sort, order)])
         return table.take(indices.slice(offset, limit)).to_pylist()
     if descending:
         end = max(0, table.num_rows - offset)
@@ -199,7 +199,7 @@ def choices_of(table: pyarrow.Table) -> dict[str, Any]:
     """Return what a filter can choose from: values with their counts, and ranges of numbers."""
     ranges = {}
     for column in ("reward", "search_count"):
-        bounds = pyarrow.compute.min_max(table[column]).as_py()
+        bounds = compute.min_max(table[column]).as_py()
         ranges[column] = [bounds["min"], bounds["max"]]
     return {
         "stop_reasons": _counts(table["stop_reason"]),
@@ -218,7 +218,6 @@ def _counts(column: pyarrow.ChunkedArray) -> list[dict[str, Any]]:
 
 def _mentions(table: pyarrow.Table, text: str) -> pyarrow.ChunkedArray:
     """Return for each row whether the question, its id or the answer contains the text."""
-    compute = pyarrow.compute
     masks = []
     for column in ("question", "question_id", "answer"):
         # Many rows share a question, so each different value is looked at once.
@@ -241,7 +240,6 @@ def _with_places(table: pyarrow.Table, shard: int) -> pyarrow.Table:
 
 def _with_questions(table: pyarrow.Table, questions: pyarrow.Table | None) -> pyarrow.Table:
     """Return the table with the text and the kind of each question, null where none is recorded."""
-    compute = pyarrow.compute
     nulls = pyarrow.nulls(table.num_rows, pyarrow.string())
     if questions is None or not questions.num_rows:
         return table.append_column("question", nulls).append_column("kind", nulls)
@@ -257,12 +255,12 @@ def _with_kept(table: pyarrow.Table, run: ViewedRun, place: TrajectorySet) -> py
     """
     names = _kept_names(run, place)
     if names is None:
-        kept = pyarrow.nulls(table.num_rows, pyarrow.bool_())
-        return table.append_column("kept", kept)
+        nulls = pyarrow.nulls(table.num_rows, pyarrow.bool_())
+        return table.append_column("kept", nulls)
     attempts = table["attempt"].cast(pyarrow.string())
-    keys = pyarrow.compute.binary_join_element_wise(table["question_id"], attempts, KEY_SEPARATOR)
-    kept = pyarrow.compute.is_in(keys, value_set=pyarrow.array(names, pyarrow.string()))
-    return table.append_column("kept", kept)
+    keys = compute.binary_join_element_wise(table["question_id"], attempts, KEY_SEPARATOR)
+    is_kept = compute.is_in(keys, value_set=pyarrow.array(names, pyarrow.string()))
+    return table.append_column("kept", is_kept)
 
 
 def _kept_names(run: ViewedRun, place: TrajectorySet) -> list[str] | None:
