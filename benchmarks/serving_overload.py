@@ -1,12 +1,13 @@
-"""What clients of the gRPC server see under more load than there is room for.
+"""What clients of OpenAI's interface see under more load than there is room for.
 
     python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] \\
         [--new-tokens 32]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here.
-`load` x (slots + queue-size) clients send `rounds` requests each, one after the other; who is
-refused pauses for 0.1 s before the next. Prompts are random, two thirds of each are the same for
-all. Server and clients share one process, so the seconds hold the clients' own work.
+`load` x (slots + queue-size) clients send `rounds` requests to /v1/completions each, one after the
+other, and read their answers as streams. Who is refused (429) pauses for 0.1 s before the next. Prompts
+are random, two thirds of each are the same for all. Server and clients share one process, so the
+seconds hold the clients' own work.
 
 Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a
 fault); p50 and p99 of the seconds to the whole answer, to its first token, and to a refusal; the
@@ -15,31 +16,39 @@ how many MiB resident memory grew from the end of the first round to the end of 
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
+import httpx
 import jax
 import numpy as np
+from fastapi import FastAPI
 from flax import nnx
-from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.background import BackgroundGenerator
 from mujica_jax.inference.engine.factory import make_engine
-from mujica_jax.inference.jetstream.server import Server
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_config
+from mujica_jax.retrieval.service import address_of, make_server, open_port
+from mujica_jax.web.openai.routes import router
+from mujica_jax.web.served import ServedPolicy
 
 PATIENCE_SECONDS = 600.0
 PAUSE_SECONDS = 0.1
+MIN_VOCABULARY = 300
+OK = 200
+TOO_MANY_REQUESTS = 429
 WARM_ROUNDS = 2  # the second one finds prompts in memory, which takes programs of its own
 DECODE_STEPS = 8
 PREFILL_TOKENS = 1024
@@ -62,8 +71,9 @@ def quantiles(seconds: Sequence[float]) -> list[float] | None:
 class Clients:
     """Send requests and keep what became of them."""
 
-    def __init__(self, stub: jetstream_pb2_grpc.OrchestratorStub, new_tokens: int) -> None:
-        self._stub = stub
+    def __init__(self, url: str, callers: int, new_tokens: int) -> None:
+        limits = httpx.Limits(max_connections=callers)
+        self._http = httpx.Client(base_url=url, limits=limits, timeout=PATIENCE_SECONDS)
         self._new_tokens = new_tokens
         self.whole: list[float] = []
         self.first: list[float] = []
@@ -71,23 +81,33 @@ class Clients:
         self.faults: list[str] = []
 
     def ask(self, prompt: Sequence[int]) -> None:
-        content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompt)
-        request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=self._new_tokens)
+        body = {
+            "model": "policy",
+            "prompt": list(prompt),
+            "max_tokens": self._new_tokens,
+            "stream": True,
+            "return_token_ids": True,
+        }
         start_time = time.perf_counter()
         tokens = 0
         first_seconds = None
-        try:
-            for response in self._stub.Decode(request, timeout=PATIENCE_SECONDS):
-                first_seconds = (
-                    time.perf_counter() - start_time if first_seconds is None else first_seconds
-                )
-                tokens += len(response.stream_content.samples[0].token_ids)
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code == TOO_MANY_REQUESTS:
                 self.refused.append(time.perf_counter() - start_time)
-                time.sleep(PAUSE_SECONDS)
+            elif response.status_code != OK:
+                self.faults.append(f"status {response.status_code}")
             else:
-                self.faults.append(str(error.code()))
+                for line in response.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    if first_seconds is None:
+                        first_seconds = time.perf_counter() - start_time
+                    piece = json.loads(line.removeprefix("data: "))
+                    tokens += len(piece["choices"][0]["token_ids"])
+        if response.status_code == TOO_MANY_REQUESTS:
+            time.sleep(PAUSE_SECONDS)
+            return
+        if response.status_code != OK:
             return
         if first_seconds is None or tokens != self._new_tokens:
             self.faults.append(f"{tokens} tokens in the place of {self._new_tokens}")
@@ -143,7 +163,7 @@ class Peak:
 
 
 def load(
-    channel: grpc.Channel,
+    url: str,
     prompts: Sequence[Sequence[Sequence[int]]],
     new_tokens: int,
     read: Callable[[], int],
@@ -153,11 +173,10 @@ def load(
     Returns what became of the requests, the largest number that `read` gave meanwhile, and by how
     many MiB memory grew.
     """
-    stub = jetstream_pb2_grpc.OrchestratorStub(channel)
     callers = len(prompts[0])
     peak = Peak(read)
     together = threading.Barrier(callers)
-    clients = Clients(stub, new_tokens)
+    clients = Clients(url, callers, new_tokens)
     memory = []
 
     def play(caller: int) -> None:
@@ -177,28 +196,50 @@ def load(
     return clients, peak.value, resident_mebibytes() - memory[0]
 
 
+@contextlib.contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Serve the application in a thread, and yield its address."""
+    server_socket = open_port("127.0.0.1", 0)
+    server = make_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [server_socket]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield address_of(server_socket)
+    finally:
+        server.should_exit = True
+        thread.join()
+        server_socket.close()
+
+
 def measure(arguments: argparse.Namespace) -> dict:
     generator, vocabulary = make_generator(arguments)
     prompts = make_prompts(arguments.load * generator.capacity, vocabulary, arguments)
-    server = Server(
-        generator, SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0)
-    )
+    background = BackgroundGenerator.of(generator)
+    # Prompts are token ids. The tokenizer only writes the text beside the tokens of an answer.
+    tokenizer = Tokenizer.train(["a text"], vocab_tokens=MIN_VOCABULARY)
+    defaults = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0)
+    positions = arguments.prompt_tokens + arguments.new_tokens
+    policy = ServedPolicy(background, tokenizer, max_tokens=positions, defaults=defaults)
+    app = FastAPI()
+    app.include_router(router(policy, None))
 
     def read() -> int:
-        counters = server.statistics
+        counters = background.statistics
         return counters.running + counters.waiting
 
-    port = server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        load(channel, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
-        tokens_before = server.statistics.generated_tokens
+    background.start()
+    with serving(app) as url:
+        load(url, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
+        tokens_before = background.statistics.generated_tokens
         start_time = time.perf_counter()
         clients, max_in_engine, growth = load(
-            channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read
+            url, prompts[WARM_ROUNDS:], arguments.new_tokens, read
         )
         seconds = time.perf_counter() - start_time
-        tokens = server.statistics.generated_tokens - tokens_before
-    server.stop()
+        tokens = background.statistics.generated_tokens - tokens_before
+    background.stop()
     return {
         "requests": len(prompts[0]) * arguments.rounds,
         "answered": len(clients.whole),
