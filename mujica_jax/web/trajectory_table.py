@@ -92,8 +92,9 @@ class TrajectoryTables:
 
     def _set_rows(self, run: ViewedRun, trajectory_set: TrajectorySet) -> ListedRows:
         """Return the rows of one set, from memory if no file has changed."""
-        files = (*(shard.name for shard in trajectory_set.shards), trajectory_set.questions_file)
-        states = tuple(run.state_of(name) for name in (*files, trajectory_set.kept_file) if name)
+        shard_states = [run.shard_state(shard) for shard in trajectory_set.shards]
+        further_files = (trajectory_set.questions_file, trajectory_set.kept_file)
+        states = (*shard_states, *(run.state_of(name) for name in further_files if name))
         place = (run.name, trajectory_set.id)
         if place in self._sets and self._sets[place][0] == states:
             return self._sets[place][1]
@@ -102,7 +103,6 @@ class TrajectoryTables:
         if trajectory_set.fault:
             damages.append(Damage(name=trajectory_set.title, reason=trajectory_set.fault))
         tables = []
-        shard_states = states[: len(trajectory_set.shards)]
         read = self._pool.map(
             lambda pair: self._shard(run, *pair),
             zip(trajectory_set.shards, shard_states, strict=True),

@@ -145,6 +145,16 @@ class ViewedRun:
         info = path.bucket.find(path.key)
         return info.generation if info else None
 
+    def shard_state(self, shard: ShardFile) -> object:
+        """Return a value that changes when a shard is replaced.
+
+        In a bucket, a shard of a manifest is known by its checksum. This saves a request to the
+        service for each shard and each list.
+        """
+        if shard.sha256 and not isinstance(self.store.root, Path):
+            return shard.sha256
+        return self.state_of(shard.name)
+
     def shard_bytes(self, shard: ShardFile) -> bytes:
         """Return the checked bytes of a shard. Raises StoreError if it is missing or damaged."""
         data = self.store.read(shard.name)

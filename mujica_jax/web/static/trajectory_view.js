@@ -228,7 +228,7 @@ function legend() {
     "ul",
     { class: "legend", "aria-label": "Legend" },
     names.map((name, step) => element("li", {}, element("span", { class: `token p${step}` }, name))),
-    element("li", {}, element("span", { class: "token p0 trained" }, "underlined"), " carries loss"),
+    element("li", {}, element("span", { class: "token p0 trained" }, "underlined"), " carries loss when the trajectory is learnt"),
     element("li", {}, element("span", { class: "token special" }, "boxed"), " special token"),
     element("li", {}, element("span", { class: "token context" }, "grey"), " context, never trained"),
   );
