@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import Array
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mujica_jax import kernels
 from mujica_jax.learning import log_probs
@@ -288,13 +288,11 @@ def test_gloo_scatters_no_sum_of_the_heads_gradient(platform, collective):
     """
     whole = PartitionSpec()
     split = PartitionSpec(None, "fsdp")
+    mesh = AbstractMesh((2,), ("fsdp",))
+    values = jax.ShapeDtypeStruct((3, 8), jnp.float32, sharding=NamedSharding(mesh, whole))
     summed = functools.partial(log_probs._sum_to_parts, table_axes=("fsdp",))
-    summed = jax.shard_map(
-        summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=whole, out_specs=split, check_vma=False
-    )
-    lowered = (
-        jax.jit(summed).trace(jnp.zeros((3, 8))).lower(lowering_platforms=(platform,)).as_text()
-    )
+    summed = jax.shard_map(summed, mesh=mesh, in_specs=whole, out_specs=split, check_vma=False)
+    lowered = jax.jit(summed).trace(values).lower(lowering_platforms=(platform,)).as_text()
     assert re.findall("all_reduce|reduce_scatter", lowered) == [collective]
 
 
