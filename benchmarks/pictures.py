@@ -23,6 +23,8 @@ from tests.helpers.browser import open_browser, open_page, set_screen, wait_unti
 
 WIDTH = 1200
 MAX_HEIGHT = 1000
+# The episode of the page that asks ends further down.
+ASK_HEIGHT = 1500
 PROGRAM = [sys.executable, "-m", "mujica_jax.serve"]
 
 
@@ -46,10 +48,10 @@ def all_of(driver: Any, selector: str) -> list[Any]:
     return driver.find_elements("css selector", selector)
 
 
-def save(driver: Any, file: Path) -> None:
-    """Write the page as a picture, from its top to its end or to MAX_HEIGHT pixels."""
+def save(driver: Any, file: Path, max_height: int = MAX_HEIGHT) -> None:
+    """Write the page as a picture, from its top to its end or to `max_height` pixels."""
     height = driver.execute_script("return document.documentElement.scrollHeight")
-    size = {"width": WIDTH, "height": min(height, MAX_HEIGHT), "deviceScaleFactor": 1}
+    size = {"width": WIDTH, "height": min(height, max_height), "deviceScaleFactor": 1}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "mobile": False})
     driver.execute_script("window.scrollTo(0, 0)")
     driver.save_screenshot(str(file))
@@ -66,7 +68,7 @@ def take(driver: Any, address: str, question: str, folder: Path) -> None:
         all_of(driver, "summary")[0].click()
     all_of(driver, "#question")[0].send_keys(question, "\n")
     wait_until(driver, lambda: all_of(driver, ".final"))
-    save(driver, folder / "ask.png")
+    save(driver, folder / "ask.png", ASK_HEIGHT)
 
     all_of(driver, ".episode .end a")[0].click()
     wait_until(driver, lambda: all_of(driver, "[role=tab]"))

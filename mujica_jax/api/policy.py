@@ -124,7 +124,7 @@ class Policy:
     def task(self) -> Task:
         """The task of the configuration, with its questions. It is built on first use."""
         check_data_dir(self.config.task)
-        return prepare_tasks([self.config])[self.config.task]
+        return prepare_tasks([self.config], is_scored=False)[self.config.task]
 
     @functools.cached_property
     def opened(self) -> tuple[Tokenizer, ScoredGenerator]:

@@ -46,8 +46,8 @@ class Retriever:
 
         >>> import mujica_jax as mj
         >>> retriever = mj.Retriever.load("index")
-        >>> [passage.title for passage in retriever.search("mayor of Venford", top_k=1)]
-        ['Venford']
+        >>> retriever.search("mayor of Venford", top_k=1)[0].title
+        'Venford'
         """
         if protocol not in ("search", "retrieve"):
             raise UserError(f"protocol is {protocol!r}: give 'search' or 'retrieve'")
@@ -68,8 +68,7 @@ class Retriever:
             RetrievalError: The server or the disk failed.
 
         >>> import mujica_jax as mj
-        >>> [passage] = mj.Retriever.load("index").search("Clara Ibsted", top_k=1)
-        >>> passage.text
+        >>> mj.Retriever.load("index").search("Clara Ibsted", top_k=1)[0].text
         'Venford is a village. Its mayor is Clara Ibsted.'
         """
         if top_k < 1:

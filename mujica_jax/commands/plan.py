@@ -196,7 +196,7 @@ def summary_lines(config: PlanConfig, model: "DecoderConfig", trainer: "Trainer"
     }
     if getattr(config.task, "retriever", "") == "dense" and not config.retrieval_gigabytes:
         rows["search"] = (
-            f"the embedder {config.task.embedder} and an index on the chips are not counted: give "
+            f"the embedder {getattr(config.task, 'embedder', '')} and an index on the chips are not counted: give "
             "their size with --retrieval-gigabytes"
         )
     width = max(map(len, rows)) + 2

@@ -284,6 +284,7 @@ def serve(options: ServeArguments, config: Config | None) -> None:
     # These imports start JAX. They come late so that mistakes in the arguments are reported fast.
     from mujica_jax.retrieval.service import address_of, open_port, serve_until_told
     from mujica_jax.web.app import LOOPBACK_HOSTS, create_app
+    from mujica_jax.web.model_routes import model_routers
 
     if options.grpc_port is not None:
         import_extra("jetstream.core.proto.jetstream_pb2_grpc", "--grpc-port", extra="jetstream")
@@ -299,8 +300,9 @@ def serve(options: ServeArguments, config: Config | None) -> None:
             contextlib.closing(open_port(options.host, options.port))
         )
         served = open_models(options, config)
-        assert served.background is not None, "a model is served"
-        app = create_app(runs, served=served, allowed_hosts=hosts, api_key=api_key)
+        app = create_app(
+            runs, model_routers=model_routers(served), allowed_hosts=hosts, api_key=api_key
+        )
 
         served.background.start()
         stack.callback(served.background.stop)

@@ -16,12 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
-from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
-
-
-class StoppedError(RequestError):
-    """The server stopped before the job was complete."""
-
+from mujica_jax.inference.requests import Completion, OverloadError, SamplingParams, StoppedError
 
 # A job gets a function that it calls with each result, from the generator's thread.
 Job = Callable[[Callable[[Any], None]], Coroutine[Any, Any, None]]

@@ -56,6 +56,10 @@ class OverloadError(RequestError):
     """The queue is full. The client should send the request again later."""
 
 
+class StoppedError(RequestError):
+    """The server stopped before the request was complete."""
+
+
 class PolicyError(RequestError):
     """The policy computed a log-probability that is NaN or infinite for a valid request."""
 

@@ -74,7 +74,7 @@ def show_answer(
     `note` is a line that is printed first. Raises UserError if the question cannot be asked. This
     is checked before the model is loaded.
     """
-    tasks = prepare_tasks([config])
+    tasks = prepare_tasks([config], is_scored=False)
     asked = asyncio.run(asked_question(tasks[config.task], text))
 
     session = open_session([config], tasks, models, preemption, samples=0, earlier_scores=None)

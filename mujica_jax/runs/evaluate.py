@@ -180,15 +180,18 @@ def evaluate(
     return results
 
 
-def prepare_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
-    """Check that packages and devices suit the configurations, and build each task once."""
+def prepare_tasks(configs: Sequence[Config], *, is_scored: bool = True) -> dict[TaskConfig, Task]:
+    """Check that packages and devices suit the configurations, and build each task once.
+
+    If the tasks are scored, their evaluated split needs questions. A user's own question needs none.
+    """
     require_packages(configs[0])
     check_dtypes(configs[0])
     use_compilation_cache()
     tasks: dict[TaskConfig, Task] = {}
     for config in configs:
         if config.task not in tasks:
-            tasks[config.task] = build_task(config, learns=False)
+            tasks[config.task] = build_task(config, learns=False, is_scored=is_scored)
     return tasks
 
 

@@ -461,18 +461,18 @@ def _served(run: Run) -> Iterator[None]:
         close()
 
 
-def build_task(config: Config, *, learns: bool = True) -> Task:
+def build_task(config: Config, *, learns: bool = True, is_scored: bool = True) -> Task:
     """Build the configured task, and check that it has questions.
 
-    The evaluated split needs questions. If the run `learns`, the training split needs them too.
-    Raises UserError if a split is empty.
+    If the task `is_scored`, the evaluated split needs questions. If the run `learns`, the training
+    split needs them too. Raises UserError if such a split is empty.
     """
     task = implementation(config.task)(config.task)
     eval_split = config.eval.split
     check_task(task, config.task.kind, ("train", eval_split) if learns else (eval_split,))
     num_training = len(task.questions("train"))
     num_evaluated = len(task.questions(eval_split))
-    if not num_evaluated and not learns:
+    if is_scored and not num_evaluated and not learns:
         raise UserError(
             f"task {task.name} has no {eval_split} questions: choose another --eval.split, or "
             "change the share of questions that is held out"

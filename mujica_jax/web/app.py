@@ -1,7 +1,7 @@
 """The web application: one FastAPI app with a router for each area, and the page in `static/`.
 
-    app = create_app(["runs/first", "runs/second"])             # runs alone, without a model
-    app = create_app(["runs/first"], served=ServedModels(...))  # also asks, and speaks OpenAI's API
+    app = create_app(["runs/first", "runs/second"])                        # without a model
+    app = create_app(["runs/first"], model_routers=model_routers(served))  # with a model too
 
 To add a page, write a router like `trajectories.router`, include it in `create_app`, and add a
 module to `static/pages/` and a line to PAGES in `static/app.js`.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
@@ -21,12 +21,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mujica_jax.errors import StoreError, UserError
-from mujica_jax.web import ask, report, trajectories
+from mujica_jax.web import no_model, report, trajectories
 from mujica_jax.web.api_key import ApiKey, error_answer
-from mujica_jax.web.health import health_router
-from mujica_jax.web.openai import routes as openai_routes
 from mujica_jax.web.run_library import RunLibrary, UnknownNameError
-from mujica_jax.web.served import NO_MODELS, ServedModels
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 MAX_REQUEST_BYTES = 4 * 2**20
@@ -51,11 +48,14 @@ def static_folder() -> Path:
 def create_app(
     runs: Sequence[str],
     *,
-    served: ServedModels = NO_MODELS,
+    model_routers: Sequence[APIRouter] = (),
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     api_key: str | None = None,
 ) -> FastAPI:
-    """Return the application that shows these run directories, and serves these models.
+    """Return the application that shows these run directories.
+
+    `model_routers` are the routes of a model that is served too (`model_routes.py`). They are given
+    and not imported, because they need JAX.
 
     `allowed_hosts` are the host names under which the page may be opened; "*" allows all. With
     `api_key`, every request for data needs it; the page asks for it. Raises UserError if a directory
@@ -65,9 +65,8 @@ def create_app(
     app = FastAPI(title="mujica_jax", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(trajectories.router(library))
     app.include_router(report.router(library))
-    app.include_router(ask.router(served))
-    app.include_router(openai_routes.router(served.policy, served.agent))
-    app.include_router(health_router(served))
+    for router in model_routers or (no_model.router(),):
+        app.include_router(router)
 
     app.add_exception_handler(UserError, _answer_user_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_request)

@@ -54,7 +54,7 @@ def router(served: ServedModels) -> APIRouter:
     @routes.post("")
     async def ask(request: Request) -> Response:
         if agent is None:
-            raise UnknownNameError("this server has no model: start it with `mujica serve RUN`")
+            raise UnknownNameError("this server has no agent: start it with --config CONFIG")
         question, agent_name, source = _read(await request.body())
         agent.check(agent_name, source)
         events = agent.answer(question, agent=agent_name, source=source)

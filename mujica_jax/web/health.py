@@ -10,19 +10,17 @@ from mujica_jax.web.served import ServedModels
 
 
 def health_router(served: ServedModels) -> APIRouter:
-    """Return the two routes. Without a model, there are no counters."""
+    """Return the two routes."""
     router = APIRouter()
     registry = CollectorRegistry()
     background = served.background
     # A generator of an endpoint has counters of another kind.
-    if background is not None and isinstance(background.generator, PolicyGenerator):
+    if isinstance(background.generator, PolicyGenerator):
         # A collector needs only a method `collect`.
         registry.register(LiveCounters(lambda: background.statistics))  # pyright: ignore[reportArgumentType]
 
     @router.get("/healthz")
     def health() -> JSONResponse:
-        if background is None:
-            return JSONResponse({"status": "ok", "model": None})
         if not background.is_live:
             return JSONResponse({"error": "the server is stopping: ask another one"}, 503)
         return JSONResponse(

@@ -86,7 +86,7 @@ def open_policy(
     Raises UserError.
     """
     # Prepare the task and the indexes first, because loading a model takes longest.
-    task = None if config is None else prepare_tasks([config])[config.task]
+    task = None if config is None else prepare_tasks([config], is_scored=False)[config.task]
     sources = {} if config is None or task is None else _sources(config, task, places or {})
 
     max_tokens = limits.max_tokens
@@ -138,7 +138,7 @@ def open_served_endpoint(
 
     The model itself is not served, because its endpoint serves it already.
     """
-    task = prepare_tasks([config])[config.task]
+    task = prepare_tasks([config], is_scored=False)[config.task]
     sources = _sources(config, task, places or {})
     tokenizer, generator = endpoint.open(config)
     capacity = endpoint.concurrency(config) + limits.queue_size

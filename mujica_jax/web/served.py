@@ -268,22 +268,19 @@ class ServedModels:
 
     Attributes:
         name: The name of the policy, such as the run and the number of its policy.
-        background: The generator of both models. None: nothing is served.
+        background: The generator of both models.
         policy: The policy; None if it is behind an endpoint of its own.
         agent: The agent; None if no task says what it searches.
         tokenizer: The tokenizer of the policy.
         examples: Questions that the task asks.
     """
 
-    name: str = ""
-    background: BackgroundGenerator | None = None
+    name: str
+    background: BackgroundGenerator
     policy: ServedPolicy | None = None
     agent: ServedAgent | None = None
     tokenizer: Tokenizer | None = None
     examples: tuple[str, ...] = ()
-
-
-NO_MODELS = ServedModels()
 
 
 def event_fields(event: str | Event) -> dict[str, Any]:

@@ -271,7 +271,7 @@ def test_without_a_file_the_default_is_taken():
 @pytest.mark.parametrize("program", ["train", "eval"])
 def test_help_loads_no_framework(program):
     command = (
-        f"import sys; from mujica_jax import {program} as program\n"
+        f"import sys; from mujica_jax.commands import {program} as program\n"
         "try: program.main(['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "print([name for name in ('jax', 'tensorflow', 'torch', 'transformers') if name in "

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mujica_jax import eval as evaluation
-from mujica_jax import train
+from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import train
 from mujica_jax.config.checks import check
 from mujica_jax.config.command_line import command_line
 from mujica_jax.config.files import load_config
@@ -317,7 +317,7 @@ def test_an_implementation_with_the_wrong_signature_is_refused(
         "    kind: Literal['mine'] = 'mine'\n"
         f"    implementation: ClassVar[str] = 'wrong_plug_in:make'\n{implementation}\n",
     )
-    flags = [f"--{section}.kind", "wrong_plug_in:Mine", "--eval.control", "False"]
+    flags = [f"--{section}.kind", "wrong_plug_in:Mine", "--eval.no-control"]
     assert refused(capsys, *flags).startswith(sentence)
 
 

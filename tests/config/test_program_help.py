@@ -30,7 +30,11 @@ DEFAULTS = {
     "train": TINY_WORLD,
     "plan": PlanConfig(**vars(TINY_WORLD)),
     "sample": sample.SampleArguments(run=tyro.MISSING),
-    "serve": serve.ServeArguments(checkpoint=tyro.MISSING, engine=TINY_WORLD.engine),
+    "serve": serve.AgentServeArguments(
+        checkpoint=tyro.MISSING,
+        remote=evaluation.RemoteConfig(),
+        **{name: getattr(TINY_WORLD, name) for name in ("task", "agent", "engine")},
+    ),
     "eval": evaluation.EvalArguments(
         checkpoint=tyro.MISSING,
         reward="f1",

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from mujica_jax.commands.eval import command_line, find_checkpoint
 from mujica_jax.errors import UserError
-from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.models import hub
 from mujica_jax.models.hub import model_folder
 from mujica_jax.runs.policies import find_policy

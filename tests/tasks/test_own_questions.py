@@ -204,9 +204,9 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert "evidence: Venford: Venford is a village" in shown
         assert shown.rstrip().endswith("answer: Clara Ibsted")
         assert evaluation.main([*words, "--ask", " "]) == 2
-        unknown = ["--task.environment", "graph", "--ask", "Who is the mayor of Venfort?"]
+        unknown = ["--task.environment", "graph", "--ask", "Who is the mayor of Tisbi?"]
         assert evaluation.main([*words, *unknown]) == 2
-        message = "names no entity of the graph: did you mean Venford?"
+        message = "names no entity of the graph: did you mean Tisby?"
         assert message in capsys.readouterr().err
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
     assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err

@@ -287,6 +287,9 @@ def test_half_a_surrogate_pair_of_a_task_of_ones_own_is_refused_before_anything_
         def questions(self, split: str) -> list[Question]:
             return [Question(id="q", text="Who?", answers=("Ann \ud83d",))]
 
+        def environment(self, question: Question) -> None:
+            return None
+
     broken: Any = Broken()
     with pytest.raises(
         UserError, match=r"task broken, question 'q': .* cannot be written as UTF-8"

@@ -45,7 +45,7 @@ def test_no_other_site_may_read_an_answer(client):
 def test_a_body_above_the_limit_is_refused(client):
     answer = client.post("/api/runs", content=b"x" * (MAX_REQUEST_BYTES + 1))
     assert answer.status_code == 413
-    assert answer.json()["error"] == "the request has more than 1,048,576 bytes: send less"
+    assert answer.json()["error"] == "the request has more than 4,194,304 bytes: send less"
 
 
 def test_a_body_of_unknown_length_is_refused_above_the_limit(client):

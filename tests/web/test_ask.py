@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from mujica_jax.web.app import MAX_REQUEST_BYTES, create_app
+from mujica_jax.web.model_routes import model_routers
 from tests.helpers.little_agent import QUESTION
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.served_agent import NOTE, UNKNOWN, WHO, PausedPolicy, served_agent
@@ -16,7 +17,10 @@ from tests.helpers.served_app import app_served
 
 @pytest.fixture
 def url():
-    with served_agent() as served, app_served(create_app([], served=served)) as address:
+    with (
+        served_agent() as served,
+        app_served(create_app([], model_routers=model_routers(served))) as address,
+    ):
         yield address
 
 
@@ -116,7 +120,7 @@ def test_a_full_server_asks_to_come_later():
     policy.pause()
     with (
         served_agent(policy, capacity=1) as served,
-        app_served(create_app([], served=served)) as url,
+        app_served(create_app([], model_routers=model_routers(served))) as url,
         httpx.Client(timeout=HANG_SECONDS) as client,
     ):
         body = {"question": QUESTION.text}
@@ -168,7 +172,7 @@ def test_the_agent_answers_no_prompts_and_no_unknown_questions(url):
 
 def test_an_api_key_protects_data_and_not_the_page():
     with served_agent() as served:
-        app = create_app([], served=served, api_key="secret")
+        app = create_app([], model_routers=model_routers(served), api_key="secret")
         with app_served(app) as url:
             for path in ("/", "/static/app.js", "/healthz"):
                 assert httpx.get(f"{url}{path}").status_code == 200

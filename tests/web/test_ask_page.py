@@ -6,6 +6,7 @@ import pytest
 
 from mujica_jax.tasks.task import Material
 from mujica_jax.web.app import create_app
+from mujica_jax.web.model_routes import model_routers
 from tests.helpers.browser import grave_faults, open_browser, open_page, set_screen, wait_until
 from tests.helpers.little_agent import FILM, GRAPH, QUESTION, LittleWorld, answer, search
 from tests.helpers.served_agent import OTHER, UNKNOWN, WHO, PausedPolicy, served_agent
@@ -24,7 +25,7 @@ def driver(tmp_path_factory):
 def page(driver, policy=None, world=None, *, width=1200, dark=False):
     with (
         served_agent(policy, world) as served,
-        app_served(create_app([], served=served)) as url,
+        app_served(create_app([], model_routers=model_routers(served))) as url,
     ):
         set_screen(driver, width, dark=dark)
         open_page(driver, f"{url}/#/ask", ready="#question")
@@ -133,7 +134,7 @@ def test_a_narrow_page_scrolls_only_downwards_and_has_no_serious_fault(driver, d
 
 def test_the_page_asks_for_the_api_key(driver):
     with served_agent() as served:
-        app = create_app([], served=served, api_key="secret")
+        app = create_app([], model_routers=model_routers(served), api_key="secret")
         with app_served(app) as url:
             driver.get(f"{url}/#/ask")
             alert = wait_until(driver, lambda: alert_of(driver))

@@ -28,7 +28,7 @@ import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.background import BackgroundGenerator, LoopThread, StoppedError
+from mujica_jax.inference.background import BackgroundGenerator, LoopThread
 from mujica_jax.inference.generator import GeneratorStatistics
 from mujica_jax.inference.requests import (
     DeadlineError,
@@ -37,6 +37,7 @@ from mujica_jax.inference.requests import (
     PolicyError,
     RequestError,
     SamplingParams,
+    StoppedError,
 )
 from mujica_jax.models.tokenizer import Tokenizer
 

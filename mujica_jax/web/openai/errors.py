@@ -1,12 +1,12 @@
 """Errors in the form of OpenAI's interface, whose clients show the message to the user."""
 
-from mujica_jax.inference.background import StoppedError
 from mujica_jax.inference.requests import (
     DeadlineError,
     EngineError,
     OverloadError,
     PolicyError,
     RequestError,
+    StoppedError,
 )
 
 # Seconds after which a client may try again when the queue was full.

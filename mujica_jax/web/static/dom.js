@@ -40,7 +40,8 @@ export function announce(text) {
 // Return a number as text with at most this many decimals, and a dash for null.
 export function number(value, decimals = 2) {
   if (value === null || value === undefined) return "–";
-  return value.toLocaleString("en", { maximumFractionDigits: decimals });
+  const text = value.toLocaleString("en", { maximumFractionDigits: decimals });
+  return text === "-0" ? "0" : text;
 }
 
 // Return seconds as a text such as "1 h 5 min", "3 min 20 s" or "4.2 s".

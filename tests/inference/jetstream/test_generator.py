@@ -777,9 +777,9 @@ def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sente
     [
         (
             "import a_missing_package",
-            "failed (ModuleNotFoundError: No module named 'a_missing_package')",
+            "cannot be imported: ModuleNotFoundError: No module named 'a_missing_package'",
         ),
-        ("def make(", "failed (SyntaxError: "),
+        ("def make(", "cannot be imported: SyntaxError: "),
         (
             "def make(): pass",
             "failed (TypeError: make() takes 0 positional arguments but 1 was given)",
