@@ -62,23 +62,17 @@ class ServedPolicy:
     def prompt_of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation, up to the generation prompt.
 
-        The last message is not the assistant's. Raises RequestError if the chat template cannot
-        write the messages.
+        The first and the last message are not the assistant's. Raises RequestError if the chat
+        template cannot write the messages.
         """
-        turns_of_model = [index for index, m in enumerate(messages) if m.role == "assistant"]
+        roles = [message.role for message in messages]
         try:
-            if not turns_of_model:
+            if "assistant" not in roles:
                 return self.tokenizer.open_messages(messages)
-            last_turn = turns_of_model[-1]
-            if last_turn == 0 or messages[0].role == "assistant":
-                raise RequestError(
-                    "the first message is the assistant's: begin with a system or user message"
-                )
-            conversation = conversation_of(self.tokenizer, messages[: last_turn + 1])
-            rest = self.tokenizer.continue_messages(messages[last_turn + 1 :], stopped=True)
+            end_of_turns = len(roles) - roles[::-1].index("assistant")
+            conversation = conversation_of(self.tokenizer, messages[:end_of_turns])
+            rest = self.tokenizer.continue_messages(messages[end_of_turns:], stopped=True)
             return [*conversation.token_ids, *rest]
-        except RequestError:
-            raise
         except UserError as error:
             raise RequestError(str(error)) from error
 
@@ -97,7 +91,9 @@ class ServedPolicy:
 
     def text_of(self, completion: Completion) -> str:
         """Return the text of a completion, without its stop token and its stop string."""
-        tokens = [token for token in completion.token_ids if token not in self._stop_ids(())]
+        tokens = completion.token_ids
+        if completion.finish_reason == "stop":
+            tokens = tokens[:-1]
         text = b"".join(self.tokenizer.token_bytes(token) for token in tokens).decode(
             errors="replace"
         )

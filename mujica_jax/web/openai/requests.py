@@ -9,6 +9,7 @@ that vLLM added. They have vLLM's meaning.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -182,7 +183,11 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
-    """Return the messages of a chat. The last one must not be the assistant's."""
+    """Return the messages of a chat.
+
+    The first and the last one must not be the assistant's, and no two of its messages may follow
+    each other.
+    """
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of messages with role and content")
     read_messages = []
@@ -200,8 +205,21 @@ def _messages(messages: Any) -> tuple[Message, ...]:
         read_messages.append(
             Message(role="system" if role == "developer" else role, content=content)
         )
+    if read_messages[0].role == "assistant":
+        raise ApiError(
+            "the first message is the assistant's: begin with a system or user message",
+            param="messages",
+        )
     if read_messages[-1].role == "assistant":
-        raise _wrong("messages", "a last message of the assistant", "a last message of the user")
+        raise ApiError(
+            "the last message is the assistant's: end with the message that it answers",
+            param="messages",
+        )
+    for message, next_message in itertools.pairwise(read_messages):
+        if message.role == next_message.role == "assistant":
+            raise ApiError(
+                "two messages of the assistant follow each other: join them", param="messages"
+            )
     return tuple(read_messages)
 
 

@@ -26,6 +26,7 @@ from tests.helpers.traffic import assert_nothing_is_held
 TEXTS = ["Who wrote Hamlet? William Shakespeare wrote Hamlet.", "Answer in one sentence."]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, seed=0)
 USER = [{"role": "user", "content": "Who wrote Hamlet?"}]
+ASSISTANT = {"role": "assistant", "content": "Shakespeare"}
 POSITIONS = 256
 
 
@@ -198,6 +199,21 @@ def test_a_stop_string_ends_the_text_before_it_also_in_a_stream(peer):
         ("completions", {"model": "policy", "prompt": [10**6]}, "outside the vocabulary"),
         ("completions", {"model": "policy", "prompt": [4] * 300}, "the prompt has 300 tokens"),
         ("chat/completions", {"model": "policy", "messages": []}, "messages is []"),
+        (
+            "chat/completions",
+            {"model": "policy", "messages": [ASSISTANT, *USER]},
+            "the first message is the assistant's",
+        ),
+        (
+            "chat/completions",
+            {"model": "policy", "messages": [*USER, ASSISTANT]},
+            "the last message is the assistant's",
+        ),
+        (
+            "chat/completions",
+            {"model": "policy", "messages": [*USER, ASSISTANT, ASSISTANT, *USER]},
+            "two messages of the assistant follow each other",
+        ),
         (
             "chat/completions",
             {"model": "policy", "messages": [{"role": "robot", "content": ""}]},
