@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mujica_jax.commands import eval as evaluation
+from mujica_jax.commands import serve
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
 from mujica_jax.runs.setup import left_out
@@ -157,30 +158,32 @@ def test_how_many_questions_are_left_out_is_said(folder):
         build(folder)
 
 
+def answer(request: Request, before: int) -> Answer:
+    """Answer as a model that finds the mayor of Venford."""
+    messages = request.body["messages"]
+    if "<select>" in messages[0]["content"]:
+        reply = (
+            "<think>The first.</think>\n"
+            "<select>[0]</select>\n"
+            "<sentence>It is Clara Ibsted.</sentence>"
+        )
+    elif "It is Clara Ibsted." in messages[-1]["content"]:
+        reply = "<think>Done.</think>\n<answer>Clara Ibsted</answer>"
+    else:
+        reply = "<think>I search.</think>\n<search>Who is the mayor of Venford?</search>"
+    return Answer(
+        content={
+            "choices": [
+                {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
+            ]
+        }
+    )
+
+
 def test_a_question_is_asked_over_the_passages_and_shown(
     folder, tmp_path, tokenizer, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-
-    def answer(request: Request, before: int) -> Answer:
-        messages = request.body["messages"]
-        if "<select>" in messages[0]["content"]:
-            reply = (
-                "<think>The first.</think>\n"
-                "<select>[0]</select>\n"
-                "<sentence>It is Clara Ibsted.</sentence>"
-            )
-        elif "It is Clara Ibsted." in messages[-1]["content"]:
-            reply = "<think>Done.</think>\n<answer>Clara Ibsted</answer>"
-        else:
-            reply = "<think>I search.</think>\n<search>Who is the mayor of Venford?</search>"
-        return Answer(
-            content={
-                "choices": [
-                    {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
-                ]
-            }
-        )
 
     words = [
         CONFIG,
@@ -211,6 +214,29 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
     assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()
+
+
+def test_the_agent_of_an_endpoint_is_served(folder, tokenizer, capsys):
+    with serving(answer) as endpoint:
+        flags = f"--config {CONFIG} --task.data-dir {folder} --agent.prompt few_shot "
+        flags += f"--agent.max-trajectory-tokens 9000 --remote.base-url {endpoint.base_url} "
+        flags += f"--remote.model m --remote.mode chat --remote.tokenizer {tokenizer}"
+        options, config = serve.parse(flags.split())
+        served = serve.open_models(options, config)
+        assert (served.name, served.policy) == ("m", None)
+        served.background.start()
+        try:
+            events = asyncio.run(all_of(served.agent.answer("Who is the mayor of Venford?")))
+        finally:
+            served.background.stop()
+    assert events[-1].answer == "Clara Ibsted"
+    refused = [*flags.split(), "--policy", "1", "--port", "0"]
+    assert serve.main(refused) == 2
+    assert "but the endpoint has the model" in capsys.readouterr().err
+
+
+async def all_of(events):
+    return [event async for event in events]
 
 
 def test_questions_without_answers_or_gold_passages_are_told_about_another_task(folder):
