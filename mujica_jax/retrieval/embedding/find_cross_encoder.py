@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.embedding.find import find_folder, hashes_of_files
+from mujica_jax.models.hub import hub_name, model_folder, why_local
+from mujica_jax.retrieval.embedding.find import hashes_of_files
 
 if TYPE_CHECKING:
     from mujica_jax.retrieval.embedding.cross_encoder import CrossEncoder
@@ -51,12 +52,11 @@ def find_cross_encoder(name: str) -> CrossEncoderFolder:
     """Find a cross-encoder by its name. Raises UserError if it is not found or not supported."""
     from mujica_jax.retrieval.embedding.cross_encoder import check_cross_encoder, max_pair_tokens
 
-    has_owner = name.count("/") == 1 and not name.startswith("/")
-    if not Path(name).is_dir() and not has_owner:
+    if not Path(name).is_dir() and hub_name(name) is None:
         raise UserError(
-            f"the reranker {name!r} is not a folder: give the folder of a cross-encoder, or a "
-            "Hugging Face name such as cross-encoder/ms-marco-MiniLM-L6-v2"
+            f"the reranker {name!r} is not a folder{why_local(name)}: give the folder of a "
+            "cross-encoder, or a Hugging Face name such as cross-encoder/ms-marco-MiniLM-L6-v2"
         )
-    folder = find_folder(name)
+    folder = model_folder(name, setting="the reranker")
     config = check_cross_encoder(folder)
     return CrossEncoderFolder(folder=folder, max_tokens=max_pair_tokens(folder, config))
