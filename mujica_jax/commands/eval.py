@@ -365,6 +365,8 @@ def read_flags(
     section_names = vars(config).keys() & {
         field.name for field in dataclasses.fields(EvalArguments)
     }
+    # The adapter that a run began with is part of its policies already.
+    section_names -= {"adapter"}
     sections = {name: getattr(config, name) for name in section_names}
     sections["task"] = uncapped(config.task)
     reward = _flag_value(words, "--reward") or config.reward

@@ -8,6 +8,7 @@ take longer, but their results are the same.
 import logging
 import sqlite3
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class SearchCache:
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
             database.execute(f"PRAGMA max_page_count={MAX_BYTES // page_bytes}")
             self._database = database
+            # SQLite wants its connections closed. This one lasts as long as the cache.
+            weakref.finalize(self, database.close)
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 

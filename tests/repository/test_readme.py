@@ -406,3 +406,12 @@ def test_the_arguments_of_prepare_are_taken(command):
             prepare._parser().parse_args(command.words)
     else:
         prepare._parser().parse_args(command.words)
+
+
+def test_a_run_that_began_with_an_adapter_is_evaluated_by_its_name_alone(tmp_path):
+    """Its policies already include the adapter, so that nothing is added to them."""
+    config = load_config(str(ROOT / "examples/documents/config.py"))
+    assert config.adapter is not None
+    write_run(tmp_path / "run", config)
+    options, _ = evaluation.command_line(["--checkpoint", str(tmp_path / "run")])
+    assert options.adapter is None
