@@ -46,10 +46,10 @@ def test_the_tutorial_answers_a_question_that_takes_two_documents(tmp_path):
         arguments = shlex.split(line)[1:]
         outputs.append(finished([sys.executable, *arguments], cwd=tmp_path))
 
-    built, answered, trained, answered_again = outputs
-    assert "5 passages" in built
+    _, answered, trained, answered_again = outputs
+    assert (tmp_path / "runs" / "documents-index").is_dir()
     assert "answer: Corham" in answered
-    assert "round 1: learning" in trained
+    assert "accepted" in trained, "the closing table"
     assert "answer:" in answered_again
     assert (tmp_path / "runs" / "documents" / "policies").is_dir()
 
