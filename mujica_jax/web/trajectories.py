@@ -25,7 +25,7 @@ from mujica_jax.web.trajectory_table import (
     matching,
     page_of,
 )
-from mujica_jax.web.viewed_run import ViewedRun
+from mujica_jax.web.viewed_run import TrajectorySet, ViewedRun
 
 MAX_PAGE_ROWS = 500
 MAX_TEXT_CHARACTERS = 1000
@@ -105,50 +105,59 @@ def router(library: RunLibrary) -> APIRouter:
     @routes.get("/{run_name}/trajectories/{set_id}/{shard}/{row}")
     def trajectory(run_name: str, set_id: str, shard: int, row: int) -> dict[str, Any]:
         run = library.run(run_name)
-        trajectory_set = library.set_of(run, set_id)
-        if not 0 <= shard < len(trajectory_set.shards):
-            raise UnknownNameError(
-                f"{set_id} of run {run_name} has {len(trajectory_set.shards)} shards, and no "
-                f"shard {shard}; count from 0"
-            )
-        shard_file = trajectory_set.shards[shard]
-        try:
-            file = shards.open_file(run.shard_bytes(shard_file), shard_file.name)
-        except pyarrow.ArrowException as error:
-            raise StoreError(f"{shard_file.name} cannot be read ({error}); restore it") from error
-        rows = file.metadata.num_rows
-        if not 0 <= row < rows:
-            raise UnknownNameError(
-                f"shard {shard} of {set_id} has {rows} trajectories, and no number {row}; count "
-                "from 0"
-            )
-        record = shards.read_row(file, row)
-        listed = tables.rows(run, [trajectory_set]).table
-        attempts = matching(listed, Filter(question_id=record.question_id))
-        marks = [
-            entry["kept"]
-            for entry in attempts.to_pylist()
-            if entry["shard"] == shard and entry["row"] == row
-        ]
-        try:
-            question = question_of(run.questions(trajectory_set), record.question_id)
-            questions_damage = None
-        except StoreError as error:
-            question = None
-            questions_damage = Damage(name=trajectory_set.questions_file, reason=str(error))
-        return {
-            "run": run.name,
-            "set": set_id,
-            "set_title": trajectory_set.title,
-            "shard": shard,
-            "row": row,
-            "kept": marks[0] if marks else None,
-            "threshold": trajectory_set.threshold,
-            "damaged": [dataclasses.asdict(questions_damage)] if questions_damage else [],
-            **detail(record, question, run.tokenizer()),
-        }
+        return _one_trajectory(run, library.set_of(run, set_id), shard, row, tables)
 
     return routes
+
+
+def _one_trajectory(
+    run: ViewedRun, trajectory_set: TrajectorySet, shard: int, row: int, tables: TrajectoryTables
+) -> dict[str, Any]:
+    """Return the trajectory in one row of a shard. `shard` and `row` count from 0.
+
+    Raises UnknownNameError if there is no such row, and StoreError if the shard is damaged.
+    """
+    if not 0 <= shard < len(trajectory_set.shards):
+        raise UnknownNameError(
+            f"{trajectory_set.id} of run {run.name} has {len(trajectory_set.shards)} shards, and no "
+            f"shard {shard}; count from 0"
+        )
+    shard_file = trajectory_set.shards[shard]
+    try:
+        file = shards.open_file(run.shard_bytes(shard_file), shard_file.name)
+    except pyarrow.ArrowException as error:
+        raise StoreError(f"{shard_file.name} cannot be read ({error}); restore it") from error
+    rows = file.metadata.num_rows
+    if not 0 <= row < rows:
+        raise UnknownNameError(
+            f"shard {shard} of {trajectory_set.id} has {rows} trajectories, and no number {row}; count "
+            "from 0"
+        )
+    record = shards.read_row(file, row)
+    listed = tables.rows(run, [trajectory_set]).table
+    attempts = matching(listed, Filter(question_id=record.question_id))
+    marks = [
+        entry["kept"]
+        for entry in attempts.to_pylist()
+        if entry["shard"] == shard and entry["row"] == row
+    ]
+    try:
+        question = question_of(run.questions(trajectory_set), record.question_id)
+        questions_damage = None
+    except StoreError as error:
+        question = None
+        questions_damage = Damage(name=trajectory_set.questions_file, reason=str(error))
+    return {
+        "run": run.name,
+        "set": trajectory_set.id,
+        "set_title": trajectory_set.title,
+        "shard": shard,
+        "row": row,
+        "kept": marks[0] if marks else None,
+        "threshold": trajectory_set.threshold,
+        "damaged": [dataclasses.asdict(questions_damage)] if questions_damage else [],
+        **detail(record, question, run.tokenizer()),
+    }
 
 
 def _run_facts(run: ViewedRun) -> dict[str, Any]:
