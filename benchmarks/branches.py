@@ -147,7 +147,7 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=16)
+    generator = BatchedGenerator(engine, prefix_reuse=True)
     kinds = {"one": (1, True), "two at once": (2, True), "two in turn": (2, False)}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     tokens: dict[str, int] = {}

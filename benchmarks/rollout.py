@@ -298,7 +298,6 @@ def main() -> int:
                 dataclasses.replace(engine_config, kind=kind),
                 tokenizer,
                 positions=positions,
-                queue_size=max(1, arguments.sessions),
             )
             for kind in arguments.engines
         }

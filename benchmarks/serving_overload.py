@@ -127,9 +127,7 @@ def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int
     )
     positions = arguments.prompt_tokens + arguments.new_tokens
     engine = make_engine(decoder, sizes, positions=positions, stop_token_ids=[])
-    return BatchedGenerator(
-        engine, prefix_reuse=True, queue_size=arguments.queue_size
-    ), config.vocab_size
+    return BatchedGenerator(engine, prefix_reuse=True), config.vocab_size
 
 
 def make_prompts(
@@ -215,8 +213,8 @@ def serving(app: FastAPI) -> Iterator[str]:
 
 def measure(arguments: argparse.Namespace) -> dict:
     generator, vocabulary = make_generator(arguments)
-    prompts = make_prompts(arguments.load * generator.capacity, vocabulary, arguments)
-    background = BackgroundGenerator.of(generator)
+    background = BackgroundGenerator.of(generator, queue_size=arguments.queue_size)
+    prompts = make_prompts(arguments.load * background.capacity, vocabulary, arguments)
     # Prompts are token ids. The tokenizer only writes the text beside the tokens of an answer.
     tokenizer = Tokenizer.train(["a text"], vocab_tokens=MIN_VOCABULARY)
     defaults = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0)
@@ -249,7 +247,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "first_token_seconds_p50_p99": quantiles(clients.first),
         "refusal_seconds_p50_p99": quantiles(clients.refused),
         "max_running_and_waiting": max_in_engine,
-        "room": generator.capacity,
+        "room": background.capacity,
         "tokens_per_second": round(tokens / seconds, 1),
         "memory_growth_mebibytes": round(growth, 1),
         "device": jax.devices()[0].device_kind,

@@ -8,14 +8,21 @@ particular agent.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mujica_jax.agents.dialogue import Opening
 from mujica_jax.agents.protocol import WORKER
-from mujica_jax.inference.requests import Completion, Generator, SamplingParams, TokenIds
+from mujica_jax.inference.requests import (
+    Completion,
+    Generator,
+    SamplingParams,
+    StreamingGenerator,
+    TokenIds,
+)
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards.reward import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
@@ -26,6 +33,8 @@ POLL_SECONDS = 0.1
 
 EnvironmentOf = Callable[[Question], Environment]
 OnEpisode = Callable[[Trajectory], None]
+# Receives token ids of a turn, at least one, while the rest is still being decoded.
+OnTokens = Callable[[TokenIds], None]
 Result = TypeVar("Result")
 
 
@@ -67,11 +76,28 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamingPolicy(Policy, Protocol):
+    """A policy that can report the tokens of a turn while they are decoded."""
+
+    def streaming(self, on_tokens: OnTokens) -> Policy:
+        """Return this policy, with `on_tokens` called for the tokens of each of its turns.
+
+        A generator that cannot stream calls it never.
+        """
+        ...
+
+
 class EnginePolicy:
     """A policy whose turns are written by the model behind a `Generator`."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, *, on_tokens: OnTokens | None = None) -> None:
         self._generator = generator
+        self._on_tokens = on_tokens
+
+    def streaming(self, on_tokens: OnTokens) -> "EnginePolicy":
+        """Return this policy, with `on_tokens` called for the tokens of each of its turns."""
+        return EnginePolicy(self._generator, on_tokens=on_tokens)
 
     @property
     def version(self) -> int:
@@ -83,7 +109,16 @@ class EnginePolicy:
     ) -> Completion:
         """Let the model write the turn. The model reads only the prompt, not the state."""
         del state
-        return await self._generator.generate(prompt, params, continues=continues)
+        if self._on_tokens is None or not isinstance(self._generator, StreamingGenerator):
+            return await self._generator.generate(prompt, params, continues=continues)
+
+        items = self._generator.stream(prompt, params, continues=continues)
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, Completion):
+                    return item
+                self._on_tokens(item.token_ids)
+        raise AssertionError("a stream ends with the completion")
 
 
 class TwoPolicies:
@@ -101,6 +136,12 @@ class TwoPolicies:
         """Return the version of the planner's policy."""
         return self._planner.version
 
+    def streaming(self, on_tokens: OnTokens) -> "TwoPolicies":
+        """Return the two policies, with `on_tokens` called for the tokens of each turn."""
+        return TwoPolicies(
+            _streaming(self._planner, on_tokens), _streaming(self._worker, on_tokens)
+        )
+
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
@@ -108,6 +149,11 @@ class TwoPolicies:
         is_worker = getattr(state, "role", "") == WORKER
         policy = self._worker if is_worker else self._planner
         return await policy.generate(prompt, params, state=state, continues=continues)
+
+
+def _streaming(policy: Policy, on_tokens: OnTokens) -> Policy:
+    """Return the policy with its tokens reported, if it can do that."""
+    return policy.streaming(on_tokens) if isinstance(policy, StreamingPolicy) else policy
 
 
 class Agent(Protocol):

@@ -16,7 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
-from mujica_jax.inference.requests import Completion, OverloadError, SamplingParams, StoppedError
+from mujica_jax.inference.requests import (
+    Completion,
+    OverloadError,
+    SamplingParams,
+    StoppedError,
+    StreamedTokens,
+)
 
 # A job gets a function that it calls with each result, from the generator's thread.
 Job = Callable[[Callable[[Any], None]], Coroutine[Any, Any, None]]
@@ -44,9 +50,9 @@ class BackgroundGenerator:
         self._accepts = False
 
     @classmethod
-    def of(cls, generator: PolicyGenerator) -> "BackgroundGenerator":
-        """Return a background generator with the capacity of the generator's own queue."""
-        return cls(generator, capacity=generator.capacity)
+    def of(cls, generator: PolicyGenerator, *, queue_size: int) -> "BackgroundGenerator":
+        """Return a background generator with a job for each slot, and `queue_size` that wait."""
+        return cls(generator, capacity=generator.slots + queue_size)
 
     def start(self) -> None:
         """Start the thread, and accept jobs."""
@@ -92,15 +98,18 @@ class BackgroundGenerator:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams
-    ) -> AsyncGenerator[Sequence[int], None]:
-        """Complete one prompt and yield its tokens as they are generated. Raises RequestError."""
+    ) -> AsyncGenerator[StreamedTokens | Completion, None]:
+        """Complete one prompt, and yield its tokens as they are generated, and last the completion.
 
-        async def job(send: Callable[[Sequence[int]], None]) -> None:
-            async for tokens in self.generator.stream(prompt, params):
-                send(tokens)
+        Raises RequestError, and OverloadError if too many jobs run.
+        """
 
-        async for tokens in self.follow(job):
-            yield tokens
+        async def job(send: Callable[[StreamedTokens | Completion], None]) -> None:
+            async for item in self.generator.stream(prompt, params):
+                send(item)
+
+        async for item in self.follow(job):
+            yield item
 
     async def follow(self, job: Job) -> AsyncGenerator[Any, None]:
         """Run a job in the generator's thread, and yield what it sends. Raise its error.

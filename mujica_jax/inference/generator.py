@@ -10,13 +10,18 @@ and servers need more: they replace the policy, empty the cache and read counter
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from flax import nnx
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import Completion, RequestError, SamplingParams
+from mujica_jax.inference.requests import (
+    Completion,
+    RequestError,
+    SamplingParams,
+    StreamedTokens,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +144,12 @@ class PolicyGenerator(Protocol):
         ...
 
     @property
-    def capacity(self) -> int:
-        """The number of requests that can run or wait before `stream` raises OverloadError."""
+    def slots(self) -> int:
+        """The number of requests that can run at the same time.
+
+        Further requests wait, and none is refused. A server bounds their number with
+        `background.BackgroundGenerator`.
+        """
         ...
 
     @property
@@ -161,12 +170,8 @@ class PolicyGenerator(Protocol):
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
-    ) -> AsyncIterator[Sequence[int]]:
-        """Complete one prompt and yield its tokens while they are decoded.
-
-        Each item holds at least one token id. Raises OverloadError if the queue is full, and
-        RequestError if the request cannot be served.
-        """
+    ) -> AsyncGenerator[StreamedTokens | Completion, None]:
+        """Complete one prompt token by token. See `requests.StreamingGenerator`."""
         ...
 
     def reset_cache(self) -> None:

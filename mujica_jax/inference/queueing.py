@@ -13,15 +13,15 @@ import abc
 import asyncio
 import dataclasses
 import heapq
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
 from mujica_jax.inference.requests import (
     Completion,
-    OverloadError,
     RequestError,
     SamplingParams,
+    StreamedTokens,
     check_params,
     check_prompt,
 )
@@ -35,7 +35,7 @@ EVENT_LOOP_TURNS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """The limits of a generator: the size of a request, and the number of requests."""
+    """The limits of a generator: the size of a request, and the number of running requests."""
 
     # Largest number of requests that run at the same time.
     slots: int
@@ -43,8 +43,6 @@ class RequestLimits:
     positions: int
     # Size of the vocabulary. Token ids must be below this number.
     vocabulary: int
-    # How many requests may wait before `stream` raises OverloadError. `generate` always waits.
-    queue_size: int
 
 
 class QueuedGenerator(abc.ABC):
@@ -68,7 +66,6 @@ class QueuedGenerator(abc.ABC):
         self._slots = limits.slots
         self._positions = limits.positions
         self._vocabulary = limits.vocabulary
-        self._queue_size = limits.queue_size
         self._token_bytes = token_bytes
         self.policy_version = policy_version
         # A heap of (priority, submission number, request). Lower values come first.
@@ -102,9 +99,9 @@ class QueuedGenerator(abc.ABC):
         """
 
     @property
-    def capacity(self) -> int:
-        """The number of requests that can run or wait before `stream` raises OverloadError."""
-        return self._slots + self._queue_size
+    def slots(self) -> int:
+        """The number of requests that can run at the same time. Further requests wait."""
+        return self._slots
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
@@ -114,35 +111,17 @@ class QueuedGenerator(abc.ABC):
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
-    ) -> AsyncIterator[Sequence[int]]:
-        """Complete one prompt and yield its tokens while they are decoded.
-
-        Each item holds at least one token id. Raises OverloadError if the queue is full, and
-        RequestError if the request cannot be served.
-        """
+    ) -> AsyncGenerator[StreamedTokens | Completion, None]:
+        """Complete one prompt token by token. See `requests.StreamingGenerator`."""
         stream = asyncio.Queue()
-        sequence = self._request(prompt, params, continues, stream=stream)
-
-        # Count running and waiting requests together: requests may wait although slots are free,
-        # when memory is short or the next turn has not started.
-        self._drop_given_up()
-        running = len(self._running)
-        waiting = len(self._waiting)
-        if running + waiting >= self.capacity:
-            self._counts["refused"] += 1
-            raise OverloadError(
-                f"the queue is full: {running} requests run and {waiting} wait, and the limit is "
-                f"{self.capacity}; try again later"
-            )
-
-        future = self._submit(sequence)
+        future = self._submit(self._request(prompt, params, continues, stream=stream))
         try:
             while True:
                 tokens = await stream.get()
                 if tokens is None:
                     break
                 yield tokens
-            await future
+            yield await future
         finally:
             future.cancel()
 

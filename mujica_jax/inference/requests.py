@@ -34,8 +34,8 @@ tokens are discarded. The result depends only on the sampled tokens. It does not
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.thoughts import LONGEST_TAG_BYTES, THOUGHT_TAG_BYTES, end_of_unopened_thought
@@ -138,6 +138,15 @@ class Completion:
     stop_string: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedTokens:
+    """Some tokens of a completion, at least one, while the rest is still being decoded."""
+
+    token_ids: tuple[int, ...]
+    # Log-probability of each token, as in `Completion.logprobs`.
+    logprobs: tuple[float, ...] | None
+
+
 class Generator(Protocol):
     """The interface of everything that completes prompts."""
 
@@ -149,6 +158,21 @@ class Generator(Protocol):
         `continues=True` announces that a later request of the same conversation will begin with
         this prompt. The project's own engine starts such requests before all others. Raises
         RequestError if the request cannot be served.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamingGenerator(Generator, Protocol):
+    """A generator that can also yield the tokens of a completion while they are decoded."""
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
+    ) -> AsyncGenerator[StreamedTokens | Completion, None]:
+        """Complete one prompt, and yield its tokens while they are decoded.
+
+        The last item is the whole completion. If the caller closes the stream before, the request
+        is cancelled. Raises RequestError if the request cannot be served.
         """
         ...
 

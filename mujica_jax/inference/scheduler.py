@@ -58,21 +58,19 @@ class BatchedGenerator(QueuedGenerator):
         engine: Engine,
         *,
         prefix_reuse: bool,
-        queue_size: int,
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
         """Make a scheduler with an empty queue.
 
-        `prefix_reuse` turns the prefix cache on. `queue_size` is how many requests may wait before
-        `stream` raises OverloadError. `token_bytes` returns the bytes of a token's text; without it
-        requests cannot have stop strings. `policy_version` is the version of the engine's weights.
+        `prefix_reuse` turns the prefix cache on. `token_bytes` returns the bytes of a token's text;
+        without it requests cannot have stop strings. `policy_version` is the version of the
+        engine's weights.
         """
         limits = RequestLimits(
             slots=engine.slots,
             positions=engine.positions,
             vocabulary=engine.config.vocab_size,
-            queue_size=queue_size,
         )
         super().__init__(limits, token_bytes=token_bytes, policy_version=policy_version)
         self._engine = engine

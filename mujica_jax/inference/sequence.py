@@ -21,6 +21,7 @@ from mujica_jax.inference.requests import (
     FinishReason,
     SamplingParams,
     StopMatcher,
+    StreamedTokens,
 )
 
 Paged = TypeVar("Paged", bound="PagedSequence")
@@ -78,7 +79,7 @@ class SequenceState(PagedSequence):
     continues: bool
     # Resolves to the Completion, or raises a RequestError.
     future: asyncio.Future
-    # Receives lists of final token ids, and None at the end. None if the request is not streamed.
+    # Receives StreamedTokens, and None at the end. None if the request is not streamed.
     stream: asyncio.Queue | None
     # Returns the bytes of a token's text, for the search for stop strings.
     token_bytes: Callable[[int], bytes] | None
@@ -152,9 +153,16 @@ class SequenceState(PagedSequence):
 
     def send_to_stream(self) -> None:
         """Put the tokens that were not sent yet into the stream, if the request is streamed."""
-        if self.stream is not None and len(self.tokens) > self._streamed_tokens:
-            self.stream.put_nowait(tuple(self.tokens[self._streamed_tokens :]))
-            self._streamed_tokens = len(self.tokens)
+        start = self._streamed_tokens
+        if self.stream is None or len(self.tokens) == start:
+            return
+        self.stream.put_nowait(
+            StreamedTokens(
+                token_ids=tuple(self.tokens[start:]),
+                logprobs=tuple(self.logprobs[start:]) if self.logprobs else None,
+            )
+        )
+        self._streamed_tokens = len(self.tokens)
 
     def complete(self, length: int, reason: FinishReason, policy_version: int) -> None:
         """Cut the completion to `length` tokens, and resolve the future with it."""

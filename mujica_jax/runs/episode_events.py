@@ -7,13 +7,14 @@ what a worker selected and answered. They are read from the turns with the funct
 itself uses.
 """
 
+import codecs
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.agent import Agent, Policy
+from mujica_jax.agents.agent import Agent, Policy, StreamingPolicy
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.mujica import Mujica, PlannerState, WorkerState
 from mujica_jax.agents.protocol import WORKER
@@ -87,6 +88,29 @@ class TurnWritten(Event):
     sub_questions: tuple[SubQuestion, ...] = ()
     seconds: float
     generated_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextWritten(Event):
+    """The model wrote a part of a turn, which goes on or has just ended.
+
+    Models behind an endpoint write whole turns, without these events. `TurnWritten` and
+    `SubQuestionAnswered` have the whole text, as the agent reads it: it may be shorter.
+
+    Attributes:
+        role: The role that the model plays, such as "planner" or "worker".
+        iteration: Number of the turn, counted from 0. For a worker of mujica: of the planner's turn
+            that asked the sub-question.
+        number: Position of a worker's sub-question in this turn, counted from 0. None for others.
+        text: The new text.
+    """
+
+    name: ClassVar[str] = "text"
+
+    role: str
+    iteration: int
+    number: int | None
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,10 +233,36 @@ class EpisodeWatch:
             )
         )
 
-    def wrote(self, completion: Completion, state: object, seconds: float) -> None:
-        """Report a turn of the model. `seconds` is how long the model took."""
+    def begin_turn(self, state: object) -> "_WatchedTurn":
+        """Return what reports the turn that the model writes next."""
+        role = str(getattr(state, "role", ""))
+        if self._mujica is None or not isinstance(state, WorkerState):
+            return _WatchedTurn(self, state, role=role, iteration=self._turns, number=None)
+        number = self._unread.index((state.query, _label(state.entity)))
+        self._unread[number] = None
+        return _WatchedTurn(self, state, role=role, iteration=self._turns - 1, number=number)
+
+    def wrote_part(self, turn: "_WatchedTurn", token_ids: TokenIds) -> None:
+        """Report a part of a turn."""
+        shown = [token for token in token_ids if token not in self._tokenizer.stop_token_ids]
+        data = b"".join(self._tokenizer.token_bytes(token) for token in shown)
+        text = turn.decoder.decode(data)
+        if text:
+            self._report(
+                TextWritten(
+                    at_seconds=self._elapsed(),
+                    role=turn.role,
+                    iteration=turn.iteration,
+                    number=turn.number,
+                    text=text,
+                )
+            )
+
+    def wrote(self, turn: "_WatchedTurn", completion: Completion, seconds: float) -> None:
+        """Report a whole turn. `seconds` is how long the model took."""
+        state = turn.state
         if self._mujica is not None and isinstance(state, WorkerState):
-            self._worker_wrote(self._mujica, completion, state, seconds)
+            self._worker_wrote(self._mujica, turn, completion, state, seconds)
             return
 
         sub_questions: tuple[SubQuestion, ...] = ()
@@ -231,7 +281,7 @@ class EpisodeWatch:
         self._report(
             TurnWritten(
                 at_seconds=self._elapsed(),
-                role=str(getattr(state, "role", "")),
+                role=turn.role,
                 iteration=self._turns - 1,
                 text=text,
                 sub_questions=sub_questions,
@@ -266,20 +316,24 @@ class EpisodeWatch:
         )
 
     def _worker_wrote(
-        self, mujica: Mujica, completion: Completion, state: WorkerState, seconds: float
+        self,
+        mujica: Mujica,
+        turn: "_WatchedTurn",
+        completion: Completion,
+        state: WorkerState,
+        seconds: float,
     ) -> None:
         """Report the turn of a worker."""
         text = self._text(completion, protocol.OBSERVATION)
         read_text = "" if completion.finish_reason == "length" else text
         reply = mujica.contract.parse_worker(read_text, materials=len(state.materials))
-        number = self._unread.index((state.query, _label(state.entity)))
-        self._unread[number] = None
+        assert turn.number is not None, "a worker's turn has the number of its sub-question"
         selected = [protocol.one_line(state.materials[index].text) for index in reply.selected]
         self._report(
             SubQuestionAnswered(
                 at_seconds=self._elapsed(),
-                iteration=self._turns - 1,
-                number=number,
+                iteration=turn.iteration,
+                number=turn.number,
                 query=state.query,
                 selected=tuple(selected),
                 sentence=reply.sentence,
@@ -322,6 +376,26 @@ def _sub_questions(
     return tuple(sub_questions)
 
 
+class _WatchedTurn:
+    """A turn that the model writes, and its place in the episode."""
+
+    def __init__(
+        self, watch: EpisodeWatch, state: object, *, role: str, iteration: int, number: int | None
+    ) -> None:
+        self._watch = watch
+        self.state = state
+        self.role = role
+        self.iteration = iteration
+        # Position of a worker's sub-question. None for the turns of other roles.
+        self.number = number
+        # A character may be split over several tokens.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def on_tokens(self, token_ids: TokenIds) -> None:
+        """Report tokens of the turn."""
+        self._watch.wrote_part(self, token_ids)
+
+
 class _WatchedPolicy:
     """A policy that reports each turn to a watch."""
 
@@ -339,8 +413,12 @@ class _WatchedPolicy:
     ) -> Completion:
         """Let the policy write the turn, and report it."""
         start_time = time.monotonic()
-        completion = await self._policy.generate(prompt, params, state=state, continues=continues)
-        self._watch.wrote(completion, state, time.monotonic() - start_time)
+        turn = self._watch.begin_turn(state)
+        policy = self._policy
+        if isinstance(policy, StreamingPolicy):
+            policy = policy.streaming(turn.on_tokens)
+        completion = await policy.generate(prompt, params, state=state, continues=continues)
+        self._watch.wrote(turn, completion, time.monotonic() - start_time)
         return completion
 
 

@@ -116,8 +116,6 @@ def make_generator(
         config.engine,
         tokenizer,
         positions=config.agent.max_trajectory_tokens,
-        # Only streams are refused if the queue is full, and runs use none. Episodes always wait.
-        queue_size=0,
         reserved_bytes=reserved_bytes,
     )
 
@@ -128,13 +126,11 @@ def open_generator(
     tokenizer: Tokenizer,
     *,
     positions: int,
-    queue_size: int,
     reserved_bytes: int = 0,
 ) -> PolicyGenerator:
     """Return the generator that `engine.kind` names, for sequences of up to `positions` tokens.
 
-    `queue_size` is the largest number of streams that may wait for a slot. For `reserved_bytes` see
-    `make_engine`.
+    For `reserved_bytes` see `make_engine`.
     """
     if engine.kind == "jetstream":
         # This is imported only here, because JetStream's interface imports TensorFlow.
@@ -151,7 +147,6 @@ def open_generator(
             engine,
             tokenizer,
             positions=positions,
-            queue_size=queue_size,
             reserved_bytes=reserved_bytes,
         )
     decoding_engine = make_engine(
@@ -164,7 +159,6 @@ def open_generator(
     return BatchedGenerator(
         decoding_engine,
         prefix_reuse=engine.prefix_reuse,
-        queue_size=queue_size,
         token_bytes=tokenizer.token_bytes,
     )
 

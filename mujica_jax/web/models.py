@@ -99,9 +99,7 @@ def open_policy(
         # Keep at least half of the tokens for the prompt.
         max_new_tokens = min(max_new_tokens, max_tokens // 2)
 
-    generator = open_generator(
-        decoder, engine, tokenizer, positions=max_tokens, queue_size=limits.queue_size
-    )
+    generator = open_generator(decoder, engine, tokenizer, positions=max_tokens)
     if engine.weights != "compute" or policy.adapter is not None:
         use_weights(generator, decoder, nnx.state(decoder), engine.weights, policy.version)
     generator.policy_version = policy.version
@@ -112,7 +110,7 @@ def open_policy(
             f"engine.factory {engine.factory}",
         )
 
-    background = BackgroundGenerator.of(generator)
+    background = BackgroundGenerator.of(generator, queue_size=limits.queue_size)
     defaults = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=limits.temperature, seed=limits.seed
     )

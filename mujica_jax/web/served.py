@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.inference.background import BackgroundGenerator
-from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, before_stop
+from mujica_jax.inference.requests import (
+    Completion,
+    RequestError,
+    SamplingParams,
+    StreamedTokens,
+    before_stop,
+)
 from mujica_jax.learning.conversations import conversation_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Message, Trajectory
@@ -109,36 +115,34 @@ class ServedPolicy:
         Text that may be the beginning of a stop string is held back until that is known.
         """
         text = HeldBackText(params.stop_strings)
-        stop_ids = self._stop_ids(params.stop_token_ids)
+        stop_ids = self._stop_token_ids | frozenset(params.stop_token_ids)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        last_token: int | None = None
-        num_tokens = 0
-        tokens = self.background.stream(prompt, params)
+        items = self.background.stream(prompt, params)
         # Closing the stream cancels the request if the client has disconnected.
-        async with contextlib.aclosing(tokens):
-            async for ids in tokens:
-                last_token = ids[-1]
-                num_tokens += len(ids)
-                shown = [token for token in ids if token not in stop_ids]
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, Completion):
+                    rest = text.end(decoder.decode(b"", final=True))
+                    yield Piece(text=rest, completion=item)
+                    continue
+                shown = [token for token in item.token_ids if token not in stop_ids]
                 data = b"".join(self.tokenizer.token_bytes(token) for token in shown)
-                yield Piece(text=text.push(decoder.decode(data)), token_ids=tuple(ids))
-        yield Piece(text=text.end(decoder.decode(b"", final=True)), token_ids=())
-        reason = "stop"
-        if num_tokens == params.max_new_tokens and last_token not in stop_ids and not text.stopped:
-            reason = "length"
-        yield Piece(text="", token_ids=(), finish_reason=reason)
-
-    def _stop_ids(self, requested: Sequence[int]) -> frozenset[int]:
-        return self._stop_token_ids | frozenset(requested)
+                yield Piece(text=text.push(decoder.decode(data)), tokens=item)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of an answer that is streamed. Only the last one has a finish reason."""
+    """A part of an answer that is streamed.
+
+    Attributes:
+        text: The text that can be shown now.
+        tokens: The tokens that were decoded. None in the last piece.
+        completion: The whole completion, in the last piece alone.
+    """
 
     text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
+    tokens: StreamedTokens | None = None
+    completion: Completion | None = None
 
 
 class HeldBackText:
@@ -151,7 +155,7 @@ class HeldBackText:
         self._stops = stops
         self._text = ""
         self._shown = 0
-        self.stopped = False
+        self._stopped = False
 
     def push(self, piece: str) -> str:
         """Add a piece, and return the text that can be shown now."""
@@ -171,12 +175,12 @@ class HeldBackText:
             before = before_stop(self._text, stop)
             if len(before) < len(shortest):
                 shortest = before
-        self.stopped = len(shortest) < len(self._text)
+        self._stopped = len(shortest) < len(self._text)
         return shortest
 
     def _possible_stop(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""
-        if self.stopped:
+        if self._stopped:
             return 0
         longest = max((len(stop) for stop in self._stops), default=1)
         for length in range(min(longest - 1, len(text)), 0, -1):

@@ -104,7 +104,7 @@ def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
     )
     engine = ContiguousEngine(decoder, options)
     engine.set_weights(engine_weights(nnx.state(decoder), WIDE, storage, decoder.dtype))
-    generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=6)
+    generator = BatchedGenerator(engine, prefix_reuse=True)
     shared = [token % WIDE.vocab_size for token in range(3, 73)]
 
     async def converse(number: int) -> list[float]:

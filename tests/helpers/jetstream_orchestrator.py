@@ -43,7 +43,7 @@ def params(max_new_tokens: int) -> SamplingParams:
 
 
 async def by_generator() -> list[list[int]]:
-    generator = BatchedGenerator(make_engine(slots=SLOTS), prefix_reuse=True, queue_size=8)
+    generator = BatchedGenerator(make_engine(slots=SLOTS), prefix_reuse=True)
     asked = [
         generator.generate(prompt, params(9 + number)) for number, prompt in enumerate(prompts())
     ]

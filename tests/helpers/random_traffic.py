@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from hypothesis import strategies as st
 
-from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError, SamplingParams
+from mujica_jax.inference.requests import DeadlineError, RequestError, SamplingParams
 from tests.helpers.countable_engine import CountableEngine
-from tests.helpers.traffic import params, run
+from tests.helpers.traffic import params, run, streamed
 
 # What the tokens of a small vocabulary say: a character in two parts, tokens of several letters,
 # one without text.
@@ -91,9 +91,7 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
         shown: list[int] = []
         try:
             if streams:
-                async for part in generator.stream(prompt, wanted, continues=continues):
-                    assert len(part) > 0
-                    shown += part
+                await streamed(generator, prompt, wanted, continues=continues, shown=shown)
                 assert shown == expected(engine, prompt, wanted, version)[0]
             else:
                 got = await generator.generate(prompt, wanted, continues=continues)
@@ -111,9 +109,6 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
                     await ask(longer, wanted, continues, streams, version)
         except DeadlineError:
             assert wanted.deadline_seconds is not None
-        except OverloadError:
-            assert streams
-            assert len(tasks) > generator.capacity - engine.slots
         except RequestError as error:
             assert "pages of KV cache" in str(error)
             assert (

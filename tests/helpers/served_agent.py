@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
+from mujica_jax.agents.agent import OnTokens
 from mujica_jax.errors import UserError
 from mujica_jax.inference.background import BackgroundGenerator
 from mujica_jax.runs.asking import Answerer
@@ -36,13 +37,18 @@ UNKNOWN = "the question names no entity of the graph: did you mean Amber Tide?"
 
 
 class PausedPolicy(ToldPolicy):
-    """A policy that writes each turn when the test lets it, and the same texts in each episode."""
+    """A policy that writes each turn when the test lets it, and the same texts in each episode.
+
+    A turn is streamed in two halves.
+    """
 
     def __init__(self, plans: Sequence[str] = PLANS) -> None:
         super().__init__(plans, READS)
         self._all_plans = list(plans)
         # One permit for each planner's turn.
         self.permits = threading.Semaphore(10**6)
+        # One permit for the second half of each turn.
+        self.halves = threading.Semaphore(10**6)
 
     def pause(self) -> None:
         """Let no turn of the planner be written before `permits` are released."""
@@ -50,13 +56,38 @@ class PausedPolicy(ToldPolicy):
 
     async def generate(self, prompt, params, *, state, continues):
         if not hasattr(state, "query"):
-            for _ in range(int(HANG_SECONDS / 0.01)):
-                if self.permits.acquire(blocking=False):
-                    break
-                await asyncio.sleep(0.01)
+            await permitted(self.permits)
             if not self._plans:
                 self._plans = list(self._all_plans)
         return await super().generate(prompt, params, state=state, continues=continues)
+
+    def streaming(self, on_tokens: OnTokens) -> "HalvedPolicy":
+        return HalvedPolicy(self, on_tokens)
+
+
+class HalvedPolicy:
+    """A paused policy that reports the tokens of a turn in two halves."""
+
+    def __init__(self, policy: PausedPolicy, on_tokens: OnTokens) -> None:
+        self._policy = policy
+        self._on_tokens = on_tokens
+        self.version = policy.version
+
+    async def generate(self, prompt, params, *, state, continues):
+        whole = await self._policy.generate(prompt, params, state=state, continues=continues)
+        middle = len(whole.token_ids) // 2
+        self._on_tokens(whole.token_ids[:middle])
+        await permitted(self._policy.halves)
+        self._on_tokens(whole.token_ids[middle:])
+        return whole
+
+
+async def permitted(permits: threading.Semaphore) -> None:
+    """Wait until there is a permit, and take it."""
+    for _ in range(int(HANG_SECONDS / 0.01)):
+        if permits.acquire(blocking=False):
+            return
+        await asyncio.sleep(0.01)
 
 
 class LittleSource:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from mujica_jax.inference.engine.base import Engine
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.inference.paging import BlockAllocator, RadixNode
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -31,7 +32,6 @@ def make_generator(
     engine: Engine,
     *,
     prefix_reuse: bool = True,
-    queue_size: int = 1000,
     policy_version: int = 0,
     token_bytes: Callable[[int], bytes] = letter,
 ) -> BatchedGenerator:
@@ -39,10 +39,35 @@ def make_generator(
     return BatchedGenerator(
         engine,
         prefix_reuse=prefix_reuse,
-        queue_size=queue_size,
         token_bytes=token_bytes,
         policy_version=policy_version,
     )
+
+
+async def streamed(
+    generator: PolicyGenerator,
+    prompt: Sequence[int],
+    wanted: SamplingParams,
+    *,
+    continues: bool = False,
+    shown: list[int] | None = None,
+) -> list[int]:
+    """Return the tokens of a stream. They are those of the completion at its end.
+
+    `shown` receives the tokens as they arrive.
+    """
+    shown = [] if shown is None else shown
+    logprobs: list[float] = []
+    items = generator.stream(prompt, wanted, continues=continues)
+    async for item in items:
+        if isinstance(item, Completion):
+            assert shown == list(item.token_ids)
+            assert logprobs == list(item.logprobs or ())
+            continue
+        assert len(item.token_ids) > 0
+        shown += item.token_ids
+        logprobs += item.logprobs or ()
+    return shown
 
 
 def nodes_of(pages: BlockAllocator) -> list[RadixNode]:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mujica_jax.inference.engine import contiguous_programs as resident_programs
-from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
+from mujica_jax.inference.requests import Completion, RequestError, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from tests.helpers.countable_engine import CountableEngine
 from tests.helpers.tiny_engine import (
@@ -253,26 +253,6 @@ def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_othe
         await asyncio.gather(*asking)
 
     run(main())
-
-
-async def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():
-    engine = CountableEngine(slots=2)
-    generator = make_generator(engine, queue_size=3)
-
-    async def stream(seed: int) -> int | OverloadError:
-        num_tokens = 0
-        try:
-            async for tokens in generator.stream([3, seed], params(9, seed=seed)):
-                num_tokens += len(tokens)
-        except OverloadError as error:
-            return error
-        return num_tokens
-
-    results = await asyncio.gather(*(stream(seed) for seed in range(8)))
-    refused = [result for result in results if isinstance(result, OverloadError)]
-    assert len(refused) == 8 - (2 + 3), "an idle generator has room for its slots and its queue"
-    assert "the limit is 5; try again later" in str(refused[0])
-    assert generator.statistics.refused == len(refused)
 
 
 @pytest.mark.parametrize("fails_at_call", [1, 3])

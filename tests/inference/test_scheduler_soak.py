@@ -19,6 +19,7 @@ from tests.helpers.traffic import (
     letter,
     make_generator,
     params,
+    streamed,
 )
 
 REQUESTS = 2000
@@ -63,7 +64,7 @@ def request(n: int) -> tuple[list[int], SamplingParams, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not STATM.exists(), reason="the memory of a process is read from Linux's /proc")
 def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
-    generator = make_generator(make_engine(pages=2 * PAGES_A_SLOT), queue_size=2 * SLOTS)
+    generator = make_generator(make_engine(pages=2 * PAGES_A_SLOT))
     outcomes: dict[int, Completion | tuple[int, ...] | BaseException] = {}
 
     async def serve_request(n: int, room: asyncio.Semaphore) -> None:
@@ -72,9 +73,7 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
             if fate == "streamed":
                 while generator.statistics.waiting >= 2 * SLOTS:
                     await asyncio.sleep(0.001)
-                outcomes[n] = tuple(
-                    [token async for part in generator.stream(prompt, wanted) for token in part]
-                )
+                outcomes[n] = tuple(await streamed(generator, prompt, wanted))
                 return
             task = asyncio.create_task(generator.generate(prompt, wanted))
             if fate == "cancelled":

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError
+from mujica_jax.inference.requests import Completion, DeadlineError, RequestError
 from mujica_jax.inference.scheduler import MAX_DEFERRED_CALLS, BatchedGenerator
 from tests.helpers.countable_engine import CountableEngine
 from tests.helpers.random_traffic import PIECES, actions, at_rest, engines, play
@@ -26,22 +26,20 @@ from tests.helpers.traffic import (
     params,
     run,
     settle,
+    streamed,
 )
 
 
 @given(
     actions=actions,
     engine=engines,
-    queue_size=st.integers(1, 4),
     reuse=st.sampled_from([True, True, False]),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(
-    actions, engine, queue_size, reuse
+    actions, engine, reuse
 ):
-    generator = make_generator(
-        engine, prefix_reuse=reuse, queue_size=queue_size, token_bytes=PIECES.__getitem__
-    )
+    generator = make_generator(engine, prefix_reuse=reuse, token_bytes=PIECES.__getitem__)
     play(actions, engine, generator)
     assert_nothing_is_held(generator)
 
@@ -199,7 +197,7 @@ def test_stop_strings_sleep_in_thoughts(decode_steps, spoken_pieces, thought_ope
     assert len(set(tokens)) == len(tokens), "each token says what it is given to say"
     pieces = dict(zip(tokens, (piece.encode() for piece in spoken_pieces), strict=False))
     generator = BatchedGenerator(
-        engine, prefix_reuse=True, queue_size=4, token_bytes=lambda token: pieces.get(token, b"")
+        engine, prefix_reuse=True, token_bytes=lambda token: pieces.get(token, b"")
     )
     wanted = params(20, stop_strings=("</answer>",), thought_open=thought_open)
     (completion,) = complete_all(generator, [(prompt, wanted)])
@@ -231,9 +229,7 @@ async def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
     engine = CountableEngine(decode_steps=5)
     prompt, tokens = long_completion(engine)
     wanted = params(20, stop_strings=(letters(tokens[6:9]),))
-    assert [
-        token async for part in make_generator(engine).stream(prompt, wanted) for token in part
-    ] == tokens[:9]
+    assert await streamed(make_generator(engine), prompt, wanted) == tokens[:9]
 
 
 def test_stop_tokens_of_one_request_end_no_other():
@@ -271,7 +267,7 @@ def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_step
 
 
 def test_stop_strings_are_refused_where_nobody_knows_the_text_of_tokens():
-    generator = BatchedGenerator(CountableEngine(), prefix_reuse=True, queue_size=9)
+    generator = BatchedGenerator(CountableEngine(), prefix_reuse=True)
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
         complete_all(generator, [([3], params(stop_strings=("a",)))])
 
@@ -431,7 +427,7 @@ async def test_a_stream_that_is_left_frees_its_slot():
     generator = make_generator(engine)
     stream = generator.stream([2, 3], params(100))
     async for part in stream:
-        assert list(part) == engine.by_hand([2, 3], params(1))[0]
+        assert list(part.token_ids) == engine.by_hand([2, 3], params(1))[0]
         break
     await stream.aclose()
     await at_rest(generator)
@@ -444,37 +440,23 @@ async def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_err
     shown: list[int] = []
     with pytest.raises(DeadlineError):
         async for part in make_generator(engine).stream([2, 3], params(100, deadline_seconds=0.05)):
-            shown.extend(part)
+            shown.extend(part.token_ids)
             if len(shown) == 3:
                 turned_clock.turn(0.06)
     assert 0 < len(shown) < 100
     assert shown == engine.by_hand([2, 3], params(len(shown)))[0]
 
 
-# --- more requests than there is room for ---
+# --- more requests than there are slots ---
 
 
-async def test_a_full_queue_refuses_streams_until_those_who_wait_give_up():
+async def test_streams_wait_for_a_slot_like_every_other_request():
     engine = busy_engine(slots=1)
-    generator = make_generator(engine, queue_size=2)
-
-    async def streamed() -> list[int]:
-        return [token async for part in generator.stream([6], params(3)) for token in part]
-
-    busy = asyncio.create_task(generator.generate(*BUSY))
-    while not generator._running:
-        await asyncio.sleep(0)
-    waiting = [asyncio.create_task(generator.generate([5, n + 1], params(3))) for n in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadError, match="1 requests run and 3 wait, and the limit is 3"):
-        await streamed()
-    for task in waiting[1:]:
-        task.cancel()
-    await asyncio.sleep(0)
-    assert await streamed() == engine.by_hand([6], params(3))[0]
-    await busy
-    assert list((await waiting[0]).token_ids) == engine.by_hand([5, 1], params(3))[0]
-    assert generator.statistics.refused == 1
+    generator = make_generator(engine)
+    streams = [streamed(generator, [6, n], params(3, seed=n)) for n in range(5)]
+    for n, tokens in enumerate(await asyncio.gather(*streams)):
+        assert tokens == engine.by_hand([6, n], params(3, seed=n))[0]
+    assert generator.statistics.refused == 0
     assert_nothing_is_held(generator)
 
 
@@ -495,28 +477,6 @@ async def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turn
     for n in (0, 2, 3):
         assert list(outcomes[n].token_ids) == engine.by_hand([3, n + 1], params(6, seed=n))[0]
     assert_nothing_is_held(generator)
-
-
-async def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
-    # each request needs 13 pages
-    generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)
-    refused: list[int] = []
-
-    async def stream(n: int) -> None:
-        try:
-            async for _ in generator.stream([7, n], params(50, seed=n)):
-                pass
-        except OverloadError:
-            refused.append(n)
-
-    tasks = []
-    for n in range(15):
-        tasks.append(asyncio.create_task(stream(n)))
-        await asyncio.sleep(0)
-        counted = generator.statistics
-        assert counted.running + counted.waiting <= generator.capacity
-    await asyncio.gather(*tasks)
-    assert refused
 
 
 class Failing(CountableEngine):

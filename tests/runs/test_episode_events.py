@@ -5,6 +5,8 @@ import dataclasses
 import json
 from typing import TypeVar
 
+from mujica_jax.agents.agent import OnTokens, Policy
+from mujica_jax.inference.requests import Completion
 from mujica_jax.records import Question, StopReason, Trajectory
 from mujica_jax.runs.episode_events import (
     EpisodeFinished,
@@ -14,6 +16,7 @@ from mujica_jax.runs.episode_events import (
     SearchFinished,
     SubQuestion,
     SubQuestionAnswered,
+    TextWritten,
     TurnWritten,
 )
 from mujica_jax.tasks.task import Material
@@ -47,7 +50,7 @@ def told() -> ToldPolicy:
 
 
 def watched(
-    policy: ToldPolicy,
+    policy: Policy,
     world: LittleWorld | None = None,
     question: Question = QUESTION,
     **changes,
@@ -104,6 +107,44 @@ def test_a_turn_of_the_planner_lists_its_sub_questions():
     assert second.sub_questions == (SubQuestion(query=BORN, entity="Ilse Vand"),)
     assert last.sub_questions == ()
     assert last.text == answer("Ghent")
+
+
+class Streamed:
+    """A policy that reports the tokens of each turn one by one."""
+
+    def __init__(self, policy: ToldPolicy, on_tokens: OnTokens | None = None) -> None:
+        self._policy = policy
+        self._on_tokens = on_tokens
+        self.version = policy.version
+
+    def streaming(self, on_tokens: OnTokens) -> "Streamed":
+        return Streamed(self._policy, on_tokens)
+
+    async def generate(self, prompt, params, *, state, continues) -> Completion:
+        whole = await self._policy.generate(prompt, params, state=state, continues=continues)
+        for token in whole.token_ids:
+            assert self._on_tokens is not None
+            self._on_tokens([token])
+            # The turns of several workers are written at the same time.
+            await asyncio.sleep(0)
+        return whole
+
+
+def test_the_text_of_each_turn_arrives_part_by_part_and_has_its_place():
+    twice = ToldPolicy([search((0, WHO), (1, OTHER)), answer("Ghent, nördlich")], READS)
+    events, _ = watched(Streamed(twice))
+    texts: dict[tuple[str, int, int | None], str] = {}
+    for part in of_kind(events, TextWritten):
+        place = (part.role, part.iteration, part.number)
+        texts[place] = texts.get(place, "") + part.text
+    assert texts == {
+        ("planner", 0, None): search((0, WHO), (1, OTHER)),
+        ("worker", 0, 0): READS[WHO],
+        ("worker", 0, 1): READS[OTHER],
+        ("planner", 1, None): answer("Ghent, nördlich"),
+    }
+    assert len(of_kind(events, TextWritten)) > 10
+    assert len(of_kind(watched(told())[0], TextWritten)) == 0, "this policy writes whole turns"
 
 
 def test_a_search_shows_its_results_and_the_turn_that_asked_for_it():

@@ -75,7 +75,7 @@ def test_greedy_outputs_of_jetstream_equal_those_of_native_token_by_token():
     completions = {}
     for kind in ("native", "jetstream"):
         engine = dataclasses.replace(settings, kind=kind)
-        generator = open_generator(decoder, engine, tokenizer, positions=128, queue_size=0)
+        generator = open_generator(decoder, engine, tokenizer, positions=128)
         completions[kind] = complete_all(generator, [(prompt, wanted) for prompt in prompts])
     for native, jetstream in zip(completions["native"], completions["jetstream"], strict=True):
         assert native.token_ids == jetstream.token_ids

@@ -48,7 +48,7 @@ def test_an_episode_arrives_event_by_event_and_its_trajectory_can_be_read(url):
     response = asked(url)
     assert response.headers["Content-Type"].startswith("text/event-stream")
     events = happenings(response)
-    assert [event["event"] for event in events] == [
+    assert [event["event"] for event in events if event["event"] != "text"] == [
         "note",
         "started",
         "turn",
@@ -64,7 +64,10 @@ def test_an_episode_arrives_event_by_event_and_its_trajectory_can_be_read(url):
         "trajectory",
     ]
     assert events[0]["note"] == NOTE
-    assert events[2]["sub_questions"][0]["query"] == WHO
+    first_turn = next(event for event in events if event["event"] == "turn")
+    written = [event["text"] for event in events[: events.index(first_turn)] if "text" in event]
+    assert "".join(written) == first_turn["text"]
+    assert first_turn["sub_questions"][0]["query"] == WHO
     assert (events[-2]["answer"], events[-2]["searches"]) == ("Ghent", 3)
 
     trace = httpx.get(f"{url}/api/ask/{events[-1]['id']}").json()
@@ -154,7 +157,7 @@ def test_the_agents_stream_tells_what_happens_and_ends_with_the_answer(url):
     messages = [{"role": "user", "content": QUESTION.text}]
     pieces = list(client.chat.completions.create(model="agent", messages=messages, stream=True))
     events = [piece.mujica.get("event") for piece in pieces]
-    assert events[:3] == ["note", "started", "turn"]
+    assert events[:4] == ["note", "started", "text", "text"]
     assert events[-2:] == ["finished", None]
     contents = [piece.choices[0].delta.content for piece in pieces]
     assert [content for content in contents if content] == ["Ghent"]

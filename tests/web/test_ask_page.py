@@ -1,6 +1,7 @@
 """The page that asks, in a real browser."""
 
 import contextlib
+import threading
 
 import pytest
 
@@ -9,7 +10,7 @@ from mujica_jax.web.app import create_app
 from mujica_jax.web.model_routes import model_routers
 from tests.helpers.browser import grave_faults, open_browser, open_page, set_screen, wait_until
 from tests.helpers.little_agent import FILM, GRAPH, QUESTION, LittleWorld, answer, search
-from tests.helpers.served_agent import OTHER, UNKNOWN, WHO, PausedPolicy, served_agent
+from tests.helpers.served_agent import OTHER, PLANS, READS, UNKNOWN, WHO, PausedPolicy, served_agent
 from tests.helpers.served_app import app_served
 
 HOSTILE = "<img src=x onerror=\"window.broken = 'image'\"><script>window.broken = 1</script>"
@@ -78,6 +79,29 @@ def test_the_tree_grows_while_the_episode_is_played(driver):
         assert texts(driver, "h1") == [QUESTION.text]
         all_of(driver, "[role=tab]")[2].click()
         wait_until(driver, lambda: all_of(driver, ".turn.model .token"))
+
+
+def test_a_turn_appears_while_it_is_written_and_the_whole_turn_replaces_it(driver):
+    policy = PausedPolicy()
+    policy.halves = threading.Semaphore(0)
+    with page(driver, policy):
+        ask(driver)
+        wait_until(driver, lambda: texts(driver, ".tree > .draft"))
+        assert PLANS[0].startswith(texts(driver, ".tree > .draft")[0])
+        assert all_of(driver, ".tree h3") == []
+
+        # The two workers write at the same time, each in the box of its sub-question.
+        policy.halves.release()
+        wait_until(driver, lambda: len(texts(driver, ".search .draft")) == 2)
+        drafts = texts(driver, ".search .draft")
+        for draft, query in zip(drafts, (WHO, OTHER), strict=True):
+            assert draft
+            assert READS[query].startswith(draft)
+        assert all_of(driver, ".tree > .draft") == []
+
+        policy.halves.release(10)
+        wait_until(driver, lambda: texts(driver, ".final") == ["Ghent"])
+        assert all_of(driver, ".draft") == []
 
 
 def test_a_stopped_episode_ends_and_another_one_can_be_asked(driver):

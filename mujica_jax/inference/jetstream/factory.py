@@ -39,14 +39,12 @@ def make_jetstream_generator(
     tokenizer: Tokenizer,
     *,
     positions: int,
-    queue_size: int,
     reserved_bytes: int = 0,
 ) -> JetStreamGenerator:
     """Make a generator that uses the engine of `engine_config` through JetStream's interface.
 
-    Requests may have up to `positions` tokens, prompt and completion together. `queue_size` is how
-    many requests may wait before `stream` raises OverloadError. `reserved_bytes` of each device stay
-    free for the rest of the program.
+    Requests may have up to `positions` tokens, prompt and completion together. `reserved_bytes` of
+    each device stay free for the rest of the program.
 
     The weights of `decoder` become the first policy. If `decoder` holds shapes instead of arrays
     (`nnx.eval_shape`), call `set_weights` before the first prompt. Raises UserError if the engine
@@ -79,7 +77,6 @@ def make_jetstream_generator(
         slots=engine_config.max_num_seqs,
         positions=positions,
         vocabulary=decoder.config.vocab_size,
-        queue_size=queue_size,
     )
     generator = JetStreamGenerator(
         engine,

@@ -13,7 +13,7 @@ JetStream's own server in these points:
 As in JetStream's server, the stop token is not part of the answer.
 
 The connections have a thread of their own, and so has the generator (`inference/background.py`). At
-most `generator.capacity` requests are in the server at the same time.
+most `BackgroundGenerator.capacity` requests are in the server at the same time.
 """
 
 import codecs
@@ -31,6 +31,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.background import BackgroundGenerator, LoopThread
 from mujica_jax.inference.generator import GeneratorStatistics
 from mujica_jax.inference.requests import (
+    Completion,
     DeadlineError,
     EngineError,
     OverloadError,
@@ -240,7 +241,10 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         # Closing the stream cancels the request if the client has disconnected.
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
-                tokens = [token for token in piece if token not in self._stop_token_ids]
+                # The completion at the end has no further tokens.
+                if isinstance(piece, Completion):
+                    continue
+                tokens = [token for token in piece.token_ids if token not in self._stop_token_ids]
                 if tokens:
                     text = decoder.decode(self._bytes(tokens) if as_text else b"")
                     await context.write(_response(tokens, text))

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mujica_jax.inference.requests import Completion
+from mujica_jax.inference.requests import Completion, StreamedTokens
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.web.openai.requests import AnswerFields
 
@@ -95,16 +95,48 @@ def choice_of(
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
         choice["text"] = text
-    choice["logprobs"] = None
-    if fields.logprobs and completion.logprobs is not None:
-        tokens = [_token_name(token, fields, tokenizer) for token in completion.token_ids]
-        write = _chat_logprobs if kind == "chat" else _completion_logprobs
-        choice["logprobs"] = write(tokens, completion, tokenizer)
+    logprobs = LogprobsWriter(kind, fields, tokenizer)
+    choice["logprobs"] = logprobs.write(completion)
     if fields.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     # vLLM's field for the stop string.
     choice["stop_reason"] = completion.stop_string
     return choice
+
+
+class LogprobsWriter:
+    """A writer of the field `logprobs`, for a whole answer or for one piece of a stream after another."""
+
+    def __init__(self, kind: Kind, fields: AnswerFields, tokenizer: Tokenizer) -> None:
+        self._kind = kind
+        self._fields = fields
+        self._tokenizer = tokenizer
+        # Number of characters of the tokens so far.
+        self._text_offset = 0
+
+    def write(self, tokens: Completion | StreamedTokens | None) -> dict[str, Any] | None:
+        """Return the field for these tokens, which follow those of the last call.
+
+        Returns None if the request does not ask for log-probabilities, if there are no tokens, or
+        if the engine returns no log-probabilities.
+        """
+        if not self._fields.logprobs or tokens is None or tokens.logprobs is None:
+            return None
+        names = [_token_name(token, self._fields, self._tokenizer) for token in tokens.token_ids]
+        pieces = [self._tokenizer.token_bytes(token) for token in tokens.token_ids]
+        if self._kind == "chat":
+            return _chat_logprobs(names, pieces, tokens.logprobs)
+
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._text_offset)
+            self._text_offset += len(piece.decode(errors="replace"))
+        return {
+            "tokens": names,
+            "token_logprobs": list(tokens.logprobs),
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 def _token_name(token: int, fields: AnswerFields, tokenizer: Tokenizer) -> str:
@@ -114,36 +146,15 @@ def _token_name(token: int, fields: AnswerFields, tokenizer: Tokenizer) -> str:
 
 
 def _chat_logprobs(
-    tokens: Sequence[str], completion: Completion, tokenizer: Tokenizer
+    names: Sequence[str], pieces: Sequence[bytes], logprobs: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the log-probabilities in the form of the chat interface."""
-    assert completion.logprobs is not None
+    """Return the log-probabilities in the form of the chat interface.
+
+    `names` are the tokens as the client wants them written, and `pieces` the bytes of their text.
+    """
     content = []
-    for name, token, logprob in zip(tokens, completion.token_ids, completion.logprobs, strict=True):
+    for name, piece, logprob in zip(names, pieces, logprobs, strict=True):
         content.append(
-            {
-                "token": name,
-                "logprob": logprob,
-                "bytes": list(tokenizer.token_bytes(token)),
-                "top_logprobs": [],
-            }
+            {"token": name, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
         )
     return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(
-    tokens: Sequence[str], completion: Completion, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Return the log-probabilities in the form of the completions interface."""
-    assert completion.logprobs is not None
-    offsets = []
-    offset = 0
-    for token in completion.token_ids:
-        offsets.append(offset)
-        offset += len(tokenizer.token_bytes(token).decode(errors="replace"))
-    return {
-        "tokens": list(tokens),
-        "token_logprobs": list(completion.logprobs),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }

@@ -267,8 +267,6 @@ def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingFiel
 
 def _answer(fields: Mapping[str, Any], *, logprobs: bool) -> AnswerFields:
     stream = _bool(fields, "stream")
-    if stream and logprobs:
-        raise _wrong("logprobs", "given together with stream", "either logprobs or stream")
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
         raise _wrong("stream_options", options, "an object")

@@ -29,7 +29,9 @@ from mujica_jax.web.openai.answers import (
     END_OF_STREAM,
     Head,
     Kind,
+    LogprobsWriter,
     choice_of,
+    finish_reason,
     server_sent,
     usage_of,
 )
@@ -184,20 +186,28 @@ async def _pieces_of_policy(
     """Yield the pieces of a completion as server-sent events."""
     num_tokens = 0
     is_first = True
+    names_tokens = fields.return_token_ids or fields.logprobs
+    logprobs = LogprobsWriter(head.kind, fields, policy.tokenizer)
     pieces = policy.stream(prompt, params)
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
-            num_tokens += len(piece.token_ids)
-            if not piece.text and piece.finish_reason is None and not fields.return_token_ids:
+            token_ids = () if piece.tokens is None else piece.tokens.token_ids
+            num_tokens += len(token_ids)
+            is_last = piece.completion is not None
+            # Text that may be the beginning of a stop string is held back.
+            if not piece.text and not is_last and not names_tokens:
                 continue
             if head.kind == "chat":
                 delta = {"role": "assistant"} if is_first else {}
                 choice: dict[str, Any] = {"delta": {**delta, "content": piece.text}}
             else:
                 choice = {"text": piece.text}
-            choice |= {"logprobs": None, "finish_reason": piece.finish_reason}
+            choice["logprobs"] = logprobs.write(piece.tokens)
+            choice["finish_reason"] = None
+            if piece.completion is not None:
+                choice["finish_reason"] = finish_reason(piece.completion)
             if fields.return_token_ids:
-                choice["token_ids"] = list(piece.token_ids)
+                choice["token_ids"] = list(token_ids)
             is_first = False
             yield head.piece(choice)
     if fields.include_usage:

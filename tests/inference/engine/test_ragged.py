@@ -166,7 +166,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
 
 def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel):
     def converse(engine) -> list[Completion]:
-        generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=10)
+        generator = BatchedGenerator(engine, prefix_reuse=True)
         system = random_tokens(18, seed=9)
 
         async def play(number: int) -> list[Completion]:

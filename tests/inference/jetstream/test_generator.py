@@ -22,7 +22,6 @@ from mujica_jax.inference.queueing import RequestLimits
 from mujica_jax.inference.requests import (
     DeadlineError,
     EngineError,
-    OverloadError,
     PolicyError,
     RequestError,
     SamplingParams,
@@ -50,6 +49,7 @@ from tests.helpers.traffic import (
     params,
     run,
     settle,
+    streamed,
 )
 
 GREEDY = Capabilities(sampling_per_request=False, log_probabilities=False)
@@ -79,22 +79,17 @@ def driver(
     positions: int,
     vocabulary: int,
     name: str = "the engine",
-    queue_size: int = 1000,
     token_bytes: Callable[[int], bytes] = letter,
     **settings: Any,
 ) -> Any:
     module = importlib.import_module("mujica_jax.inference.jetstream.generator")
-    limits = RequestLimits(
-        slots=slots, positions=positions, vocabulary=vocabulary, queue_size=queue_size
-    )
+    limits = RequestLimits(slots=slots, positions=positions, vocabulary=vocabulary)
     return module.JetStreamGenerator(
         jetstream_engine, limits, name=name, token_bytes=token_bytes, **settings
     )
 
 
-def countable(
-    engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = True, **settings: Any
-) -> Any:
+def countable(engine: CountableEngine, *, reuse: bool = True, **settings: Any) -> Any:
     """Return a driver of the engine whose completions are computed by hand.
 
     Its tokens are letters: 0 is "a", 1 is "b".
@@ -105,7 +100,6 @@ def countable(
         positions=engine.positions,
         vocabulary=engine.config.vocab_size,
         stop_token_ids=engine.stop_token_ids,
-        queue_size=queue_size,
         **settings,
     )
     generator.set_weights(policy(0), 0)
@@ -215,16 +209,13 @@ def test_each_request_is_sampled_with_its_own_seed_temperature_and_filters_as_by
 @given(
     actions=actions,
     engine=engines,
-    queue_size=st.integers(1, 4),
     reuse=st.sampled_from([True, True, False]),
 )
 @settings(max_examples=100, deadline=None)
 def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(
-    actions, engine, queue_size, reuse
+    actions, engine, reuse
 ):
-    generator = countable(
-        engine, queue_size=queue_size, reuse=reuse, token_bytes=PIECES.__getitem__
-    )
+    generator = countable(engine, reuse=reuse, token_bytes=PIECES.__getitem__)
     play(actions, engine, generator)
     statistics = generator.statistics
     pages = generator._engine._pages
@@ -258,7 +249,7 @@ def test_completions_are_those_computed_by_hand_with_memory_short_or_not(decode_
 def test_it_is_a_policy_generator():
     generator = countable(CountableEngine())
     assert isinstance(generator, PolicyGenerator)
-    assert (generator.capacity, generator.stop_token_ids) == (1003, frozenset({0}))
+    assert (generator.slots, generator.stop_token_ids) == (3, frozenset({0}))
     assert generator.capabilities == Capabilities(
         sampling_per_request=True, log_probabilities=False
     )
@@ -293,10 +284,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
         "what lies beyond it was generated for nobody"
     )
 
-    async def shown() -> list[int]:
-        return [token async for part in generator.stream(prompt, wanted) for token in part]
-
-    assert run(shown()) == tokens[:end]
+    assert run(streamed(generator, prompt, wanted)) == tokens[:end]
 
 
 @pytest.mark.parametrize("decode_steps", [1, 4])
@@ -347,17 +335,6 @@ async def test_a_request_that_runs_has_a_deadline():
     assert "of up to 60 tokens" in str(error)
     await at_rest(generator)
     assert not engine.tables
-
-
-async def test_a_stream_is_refused_where_the_queue_is_full_and_generate_waits():
-    engine = CountableEngine(slots=1, decode_steps=1)
-    generator = countable(engine, queue_size=1)
-    tasks = [asyncio.create_task(generator.generate([3 + n], params(5, seed=n))) for n in range(4)]
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadError, match="the limit is 2"):
-        await anext(generator.stream([9], params(5)))
-    for number, task in enumerate(tasks):
-        assert outcome(await task) == by_hand(engine, [3 + number], params(5, seed=number))
 
 
 async def test_those_that_go_on_with_a_conversation_overtake_the_others():
@@ -542,7 +519,6 @@ def opened(
         engine,
         tokenizer(),
         positions=positions,
-        queue_size=4,
     )
 
 

@@ -62,10 +62,14 @@ def busy_for_long() -> SlowEngine:
 
 @contextlib.contextmanager
 def serving(
-    generator: BatchedGenerator, sampling: SamplingParams = GREEDY, **options: Any
+    generator: BatchedGenerator,
+    sampling: SamplingParams = GREEDY,
+    *,
+    queue_size: int = 8,
+    **options: Any,
 ) -> Iterator[tuple[Server, Any]]:
     """Serve and yield the server and a client's stub."""
-    background = BackgroundGenerator.of(generator)
+    background = BackgroundGenerator.of(generator, queue_size=queue_size)
     background.start()
     server = Server(background, sampling, **options)
     port = server.start()
@@ -77,12 +81,12 @@ def serving(
         background.stop()
 
 
-def generator_of(engine: CountableEngine, queue_size: int = 8) -> BatchedGenerator:
-    return BatchedGenerator(engine, prefix_reuse=True, queue_size=queue_size)
+def generator_of(engine: CountableEngine) -> BatchedGenerator:
+    return BatchedGenerator(engine, prefix_reuse=True)
 
 
 def background_of(engine: CountableEngine) -> BackgroundGenerator:
-    background = BackgroundGenerator.of(generator_of(engine))
+    background = BackgroundGenerator.of(generator_of(engine), queue_size=8)
     background.start()
     return background
 
@@ -133,9 +137,9 @@ def eventually(condition: Any) -> bool:
 
 async def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():
     prompt = random_tokens(30, seed=3)
-    alone = BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)
+    alone = BatchedGenerator(make_engine(), prefix_reuse=True)
     expected = list((await alone.generate(prompt, GREEDY)).token_ids)
-    with serving(BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)) as (_, stub):
+    with serving(BatchedGenerator(make_engine(), prefix_reuse=True)) as (_, stub):
         assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=HANG_SECONDS).is_live
         tokens, text, messages = streamed(stub, tokens_request(prompt, 24))
         assert tokens == expected
@@ -250,8 +254,8 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
 def test_a_client_that_goes_away_makes_room(waiting):
     engine = busy_for_long()
     prompt = [3]
-    generator = generator_of(engine, queue_size=1)
-    with serving(generator) as (_, stub):
+    generator = generator_of(engine)
+    with serving(generator, queue_size=1) as (_, stub):
         running = stub.Decode(tokens_request(prompt, 900))
         next(running)
         queued = stub.Decode(tokens_request([4, 5], 9))
@@ -273,8 +277,10 @@ def test_a_client_that_goes_away_makes_room(waiting):
 def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
     engine = SlowEngine(slots=3, page_tokens=4)
     engine.may_go_on.clear()  # until one is refused
-    generator = generator_of(engine, queue_size=9)
-    callers = 4 * generator.capacity
+    generator = generator_of(engine)
+    queue_size = 9
+    capacity = engine.slots + queue_size
+    callers = 4 * capacity
     prompts = [[*range(1, 10), caller % 20, caller // 20, 5] for caller in range(callers)]
     together = threading.Barrier(callers)
     largest_load = [0]
@@ -294,7 +300,10 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             statistics = generator.statistics
             largest_load[0] = max(largest_load[0], statistics.running + statistics.waiting)
 
-    with serving(generator) as (server, stub), ThreadPoolExecutor(callers + 1) as pool:
+    with (
+        serving(generator, queue_size=queue_size) as (server, stub),
+        ThreadPoolExecutor(callers + 1) as pool,
+    ):
         watching = pool.submit(watch)
         results = list(pool.map(ask, range(callers)))
         done.set()
@@ -306,11 +315,11 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             if isinstance(result, list)
         ]
         assert len(answered) + refused == callers
-        assert len(answered) >= generator.capacity
+        assert len(answered) >= capacity
         assert refused > 0
         for prompt, tokens in answered:
             assert tokens == by_hand(engine, prompt, 20)
-        assert largest_load[0] <= generator.capacity
+        assert largest_load[0] <= capacity
         assert server.statistics.refused == refused
         assert server._orchestrator._background.under_way == 0
         assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), (

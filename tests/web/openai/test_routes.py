@@ -73,10 +73,8 @@ def serving(slots: int = 2, queue_size: int = 2) -> Iterator[Peer]:
     tokenizer = Tokenizer.train(TEXTS, vocab_tokens=400)
     engine = PausedEngine(slots=slots, positions=POSITIONS, vocabulary=tokenizer.vocab_size)
     engine.stop_token_ids = frozenset(tokenizer.stop_token_ids)
-    generator = BatchedGenerator(
-        engine, prefix_reuse=True, queue_size=queue_size, token_bytes=tokenizer.token_bytes
-    )
-    background = BackgroundGenerator.of(generator)
+    generator = BatchedGenerator(engine, prefix_reuse=True, token_bytes=tokenizer.token_bytes)
+    background = BackgroundGenerator.of(generator, queue_size=queue_size)
     background.start()
     policy = ServedPolicy(background, tokenizer, max_tokens=POSITIONS, defaults=GREEDY)
     app = FastAPI()
@@ -161,6 +159,30 @@ def test_token_ids_go_in_and_come_out_with_their_log_probabilities(peer):
     assert choice["prompt_token_ids"] == prompt
     assert choice["logprobs"]["token_logprobs"] == logprobs
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
+
+
+def test_a_stream_has_the_log_probabilities_of_its_tokens(peer):
+    prompt = [5, 9, 14, 3]
+    tokens, logprobs = peer.by_hand(prompt)
+    body = {"model": "policy", "prompt": prompt, "logprobs": 0}
+    whole = peer.client.completions.create(**body).choices[0].logprobs
+    pieces = [
+        piece.choices[0].logprobs
+        for piece in peer.client.completions.create(**body, stream=True)
+        if piece.choices[0].logprobs is not None
+    ]
+    assert len(pieces) > 1
+    assert [value for piece in pieces for value in piece.token_logprobs] == logprobs
+    assert [offset for piece in pieces for offset in piece.text_offset] == whole.text_offset
+    assert len(whole.tokens) == len(tokens)
+
+    chat = {"model": "policy", "messages": USER, "logprobs": True}
+    whole_chat = peer.client.chat.completions.create(**chat).choices[0].logprobs
+    parts = []
+    for piece in peer.client.chat.completions.create(**chat, stream=True):
+        if piece.choices[0].logprobs is not None:
+            parts += piece.choices[0].logprobs.content
+    assert parts == whole_chat.content
 
 
 def test_a_seed_and_a_temperature_reach_the_engine(peer):

@@ -107,6 +107,8 @@ class EpisodeView {
     this.progress = element("p", { class: "quiet", role: "status" }, "The planner thinks …");
     // The boxes of sub-questions, by the number of the turn and of the sub-question.
     this.boxes = new Map();
+    // The texts that the model is writing, by the same numbers. The planner's has no second number.
+    this.drafts = new Map();
     put(section, element("h2", {}, "Episode"), this.notes, this.turns, this.progress);
   }
 
@@ -114,6 +116,7 @@ class EpisodeView {
     const write = {
       note: () => this.notes.append(element("p", { class: "notice calm" }, happening.note)),
       started: () => this.started(happening),
+      text: () => this.text(happening),
       turn: () => this.turn(happening),
       search: () => this.search(happening),
       worker: () => this.worker(happening),
@@ -128,7 +131,27 @@ class EpisodeView {
     if (candidates.length) this.notes.append(element("p", { class: "quiet" }, `Starts from: ${candidates.join(", ")}`));
   }
 
+  // Show a part of a turn. The whole turn replaces it when it is there.
+  text({ iteration, number: position, text }) {
+    const key = draftKey(iteration, position);
+    if (!this.drafts.has(key)) {
+      const words = element("pre", { class: "text draft" });
+      const box = position === null ? null : this.boxes.get(`${iteration}/${position}`);
+      if (box) box.append(words);
+      this.drafts.set(key, { words, place: box ? words : element("li", { class: "draft" }, words) });
+      if (!box) this.turns.append(this.drafts.get(key).place);
+    }
+    this.drafts.get(key).words.append(text);
+  }
+
+  endDraft(iteration, position) {
+    const key = draftKey(iteration, position);
+    this.drafts.get(key)?.place.remove();
+    this.drafts.delete(key);
+  }
+
   turn({ role, iteration, text, sub_questions: subQuestions, seconds, generated_tokens: tokens }) {
+    this.endDraft(iteration, null);
     const row = element("div", { class: "searches" });
     subQuestions.forEach((subQuestion, index) => row.append(this.box(iteration, index, subQuestion)));
     this.turns.append(
@@ -176,6 +199,7 @@ class EpisodeView {
   }
 
   worker(happening) {
+    this.endDraft(happening.iteration, happening.number);
     const box = this.boxOf(happening);
     for (const item of box.querySelectorAll(".materials li")) {
       if (!happening.selected.includes(item.textContent)) continue;
@@ -218,6 +242,10 @@ class EpisodeView {
   fail(sentence) {
     this.progress.replaceWith(element("p", { class: "notice", role: "alert" }, sentence));
   }
+}
+
+function draftKey(iteration, position) {
+  return `${iteration}/${position === null ? "" : position}`;
 }
 
 function cost(seconds, tokens) {
