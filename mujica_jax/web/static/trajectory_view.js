@@ -148,12 +148,18 @@ function searchCard(search) {
     materials.length
       ? element("ol", { class: "materials", "aria-label": "Search results" }, materials)
       : element("p", { class: "empty" }, "Nothing was found."),
-    element(
-      "p",
-      { class: "reply" },
-      element("span", { class: "quiet" }, search.found ? "Worker: " : "Worker, nothing found: "),
-      search.sentence,
-    ),
+    workerReply(search),
+  );
+}
+
+// What the worker answered. Agents without workers read the results themselves.
+function workerReply({ found: isFound, sentence }) {
+  if (isFound && !sentence) return null;
+  return element(
+    "p",
+    { class: "reply" },
+    element("span", { class: "quiet" }, isFound ? "Worker: " : "Worker, nothing found: "),
+    sentence,
   );
 }
 
@@ -183,7 +189,7 @@ function turnHeader(turn) {
     {},
     element("strong", {}, turn.role === "model" ? "Model" : "Context"),
     element("span", {}, `${number(turn.ids.length)} tokens`),
-    turn.trained ? element("span", { class: "tag good" }, "trained") : null,
+    turn.trained ? element("span", { class: "tag good" }, "carries loss") : null,
     turn.cut ? element("span", { class: "tag bad" }, "cut by a length limit") : null,
     turn.logprobs ? element("span", {}, `mean log-probability ${number(mean(turn.logprobs), 3)}`) : null,
   );
