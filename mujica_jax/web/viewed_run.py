@@ -1,5 +1,8 @@
 """A run directory as the viewer reads it: its sets of trajectories, its questions, its tokenizer.
 
+A folder that `eval --out` wrote can be read too. It has evaluations alone: no rounds, no settings and
+no tokenizer.
+
 The viewer trusts what the run itself trusts. A round is shown when its DONE.json lists the shards,
 and an evaluation when its scores are written. Files of a round that is still being sampled are
 counted and not read.
@@ -38,7 +41,9 @@ QUESTION_SCHEMA = pyarrow.schema(
 QUESTION_BLOCK_BYTES = 64 * 2**20
 ROUND = re.compile(rf"rounds/(\d{{4,}})/{DONE}")
 OPEN_SHARD = re.compile(r"rounds/(\d{4,})/shard-\d+\.parquet")
-EVALUATION = re.compile(r"eval/([^/]+)\.parquet")
+EVALUATION = re.compile(r"([^/]+)\.parquet")
+# The folder of a run that has its evaluations.
+EVALUATIONS = "eval/"
 TOKENIZER = re.compile(r"(tokenizer|policies/\d+/model)/tokenizer\.json")
 
 
@@ -87,19 +92,25 @@ class ViewedRun:
     """A run directory that is only read."""
 
     def __init__(self, name: str, directory: str) -> None:
-        """Open the directory. Raises UserError if it holds no run.
+        """Open the directory. Raises UserError if it holds neither a run nor an evaluation.
 
         `name` is the name of the run on the page and in addresses.
         """
-        if not (run_path(directory) / CONFIG).exists():
+        place = run_path(directory)
+        is_run = (place / CONFIG).exists()
+        # This is checked before the store is opened, because opening it makes the directory.
+        if not is_run and not any(place.glob("*.predictions.jsonl")):
             raise UserError(
-                f"{directory} is not the directory of a run: it has no {CONFIG}; give a directory "
-                "that train wrote, such as runs/NAME"
+                f"{directory} is not the directory of a run: it has no {CONFIG} and no result of "
+                "eval; give a directory that train wrote, such as runs/NAME, or a folder of eval --out"
             )
         self.name = name
         self.directory = directory
         self.store = Store(directory)
-        self.config: dict[str, Any] = self.store.read_json(CONFIG)
+        # What train recorded of the run. Empty for a folder of `eval --out`.
+        self.config: dict[str, Any] = self.store.read_json(CONFIG) if is_run else {}
+        # The folder of the evaluations, relative to the directory.
+        self._evaluations_folder = EVALUATIONS if is_run else ""
         self._tokenizer: tokenizers.Tokenizer | None = None
         # The questions of each file, with the state of the file at which they were read.
         self._questions: dict[str, tuple[object, pyarrow.Table]] = {}
@@ -235,18 +246,19 @@ class ViewedRun:
 
     def _evaluations(self) -> list[TrajectorySet]:
         """Return the evaluations whose scores are written, in the order of the run."""
-        names = set(self.store.names("eval/"))
+        folder = self._evaluations_folder
+        names = {name.removeprefix(folder) for name in self.store.names(folder)}
         evaluations = []
         for name in sorted(names, key=_natural_order):
             match = EVALUATION.fullmatch(name)
-            if match is None or f"eval/{match[1]}.json" not in names:
+            if match is None or f"{match[1]}.json" not in names:
                 continue
             evaluation = TrajectorySet(
                 id=f"eval-{match[1]}",
                 title=_evaluation_title(match[1]),
                 kind="evaluation",
-                shards=(ShardFile(name=name),),
-                questions_file=f"eval/{match[1]}.predictions.jsonl",
+                shards=(ShardFile(name=f"{folder}{name}"),),
+                questions_file=f"{folder}{match[1]}.predictions.jsonl",
             )
             evaluations.append(evaluation)
         return evaluations
@@ -266,7 +278,7 @@ def _natural_order(name: str) -> tuple[Any, ...]:
     """Return a sort key: the warm-up first, then numbers by their value."""
     parts = re.split(r"(\d+)", name)
     numbers = [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-    return (not name.startswith("eval/warm-up."), *numbers)
+    return (not name.startswith("warm-up."), *numbers)
 
 
 def _read_questions(data: bytes, name: str) -> pyarrow.Table:

@@ -17,9 +17,12 @@ from tests.helpers.viewed_runs import write_run
 def test_a_directory_that_is_no_run_ends_with_a_sentence(tmp_path, capsys):
     assert view.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"error: {tmp_path} is not the directory of a run: it has no config.json; give a directory "
-        "that train wrote, such as runs/NAME\n"
+        f"error: {tmp_path} is not the directory of a run: it has no config.json and no result of eval; "
+        "give a directory that train wrote, such as runs/NAME, or a folder of eval --out\n"
     )
+    missing = tmp_path / "missing"
+    assert view.main([str(missing)]) == 2
+    assert not missing.exists(), "looking changes nothing"
 
 
 def test_a_port_in_use_ends_with_a_sentence(tmp_path, capsys):

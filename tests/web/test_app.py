@@ -72,7 +72,9 @@ def test_no_file_outside_the_page_is_served(client, path):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is not the directory of a run: it has no config\.json"):
+    with pytest.raises(
+        UserError, match=r"is not the directory of a run: it has no config\.json and no"
+    ):
         create_app([str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 

@@ -43,6 +43,20 @@ def test_parts_of_an_evaluation_are_no_evaluation(run, run_directory):
     assert list(run.sets()) == ["round-1", "eval-warm-up"]
 
 
+def test_a_folder_of_eval_is_shown_without_a_run(run_directory):
+    folder = run_directory / "eval"
+    shown = ViewedRun("eval", str(folder))
+    assert list(shown.sets()) == ["eval-warm-up"]
+    assert shown.settings == {}
+    with app_served(create_app([str(folder)])) as address:
+        rows = httpx.get(f"{address}/api/runs/eval/trajectories?set=eval-warm-up").json()["rows"]
+        assert [row["question_id"] for row in rows] == ["q3"]
+        detail = httpx.get(f"{address}/api/runs/eval/trajectories/eval-warm-up/0/0").json()
+        assert (detail["answer"], detail["has_tokenizer"]) == ("Oslo", False)
+        (report,) = httpx.get(f"{address}/api/report?run=eval").json()["runs"]
+        assert report["phases"] == []
+
+
 def test_a_shard_that_the_manifest_does_not_describe_is_refused(run, run_directory):
     """Another intact shard in its place has a checksum of its own that is right."""
     folder = run_directory / "rounds" / "0001"
