@@ -178,6 +178,7 @@ UNCHECKED = {
     'python -c "import jax; print(jax.devices())"': "JAX's own",
     "hf download ": "the program of huggingface_hub, which needs a connection",
     "oxigraph serve-read-only ": "the program of another package, which serves until it is ended",
+    "vllm serve ": "the program of another package, which serves until it is ended",
     "gcloud storage buckets update ": "the program of Google Cloud, which needs a bucket",
     "curl http://HOST:8600/": "asks a service that runs",
 }
