@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -26,6 +27,9 @@ KEPT = {
 }
 # The second one takes a third off the time of tests of models (docs/lab/experiments.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+# Builds of torch for CUDA bring triton. If tests of one process load TensorFlow first and triton later,
+# the process ends with a segmentation fault. No test needs triton.
+sys.modules.setdefault("triton", None)  # pyright: ignore[reportArgumentType]
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = (
     "tests/inference/jetstream/test_generator.py",

@@ -15,7 +15,7 @@ from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.models.families import FAMILIES
 from mujica_jax.models.hub import model_folder
-from mujica_jax.runtime.extras import import_extra
+from mujica_jax.runtime.extras import import_extra, keep_triton_from_ending_the_process
 from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
 
@@ -109,6 +109,7 @@ def _convert(file: Path, folder: Path) -> None:
     The token that ends a turn in the file becomes the `eos_token` of the tokenizer. Raises
     UserError if the file lacks a tensor.
     """
+    keep_triton_from_ending_the_process()
     import_extra("accelerate", str(file), extra="gguf")
     import_extra("torch", str(file), extra="gguf")
     import transformers

@@ -37,6 +37,9 @@ class SearchCache:
             database = sqlite3.connect(
                 self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False
             )
+            self._database = database
+            # SQLite wants its connections closed. This one lasts as long as the cache.
+            weakref.finalize(self, database.close)
             database.execute("PRAGMA journal_mode=WAL")
             # Do not wait for the disk. Rows lost in a power failure are searched again.
             database.execute("PRAGMA synchronous=OFF")
@@ -44,9 +47,6 @@ class SearchCache:
             database.execute(f"CREATE TABLE IF NOT EXISTS hits ({columns})")
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
             database.execute(f"PRAGMA max_page_count={MAX_BYTES // page_bytes}")
-            self._database = database
-            # SQLite wants its connections closed. This one lasts as long as the cache.
-            weakref.finalize(self, database.close)
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 

@@ -6,6 +6,7 @@ named here or by a caller brings its package.
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 from mujica_jax.errors import UserError
@@ -48,6 +49,18 @@ def require_extra(
     """Check that an optional package is installed, without importing it. Raises UserError."""
     if importlib.util.find_spec(package) is None:
         raise _missing(package, package, wanted_by, extra, otherwise)
+
+
+def keep_triton_from_ending_the_process() -> None:
+    """Make later imports of triton fail with ImportError, if TensorFlow is loaded and triton is not.
+
+    Triton comes with the builds of torch for CUDA. Its library and TensorFlow's each contain LLVM,
+    and loading triton's second ends the process with a segmentation fault. Without triton, torch
+    does not compile kernels for GPUs. It still converts checkpoints.
+    """
+    if "tensorflow" in sys.modules:
+        # Python answers an import of a module that is None with ModuleNotFoundError.
+        sys.modules.setdefault("triton", None)  # pyright: ignore[reportArgumentType]
 
 
 def _missing(

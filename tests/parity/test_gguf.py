@@ -1,7 +1,10 @@
 """GGUF files: SmolLM2 as transformers computes it, and the files that are refused."""
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +18,7 @@ from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.retrieval.text.corpus import read_corpus
+from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import TWO_WIKI, needs_data
 
 gguf = pytest.importorskip("gguf")
@@ -76,6 +80,33 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
     )
     assert evaluation.find_checkpoint(options).model == folder
     assert checkpoint_folder(shutil.copy(tmp_path / "tiny.gguf", tmp_path / "copy.gguf")) == folder
+
+
+def test_a_file_is_converted_after_tensorflow_was_loaded(tmp_path):
+    """In the place of the two packages stand modules, of which the second ends the process, as the
+    triton of a CUDA build of torch does after TensorFlow.
+    """
+    (tmp_path / "tensorflow.py").write_text("")
+    (tmp_path / "triton.py").write_text("import os; os._exit(139)\n")
+    file = write_gguf(tmp_path / "tiny.gguf")
+    program = (
+        "import sys, tensorflow\n"
+        "from mujica_jax.models.gguf import checkpoint_folder\n"
+        "print(checkpoint_folder(sys.argv[1]))\n"
+    )
+    search_path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {
+        "PYTHONPATH": search_path,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    converted = subprocess.run(
+        [sys.executable, "-c", program, str(file)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert converted.returncode == 0
+    assert load_checkpoint(converted.stdout.strip()).config.num_layers == 1
 
 
 def test_a_file_of_another_model_is_refused(tmp_path, cache):

@@ -3,6 +3,7 @@ and its rewards.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -259,12 +260,12 @@ def test_a_kept_reply_that_is_no_verdict_is_asked_about_again(tokenizer, tmp_pat
         config = config_of(endpoint, tokenizer)
         assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
         cache = SearchCache(tmp_path / "mujica_jax" / "verdicts", "replies")
-        database = sqlite3.connect(cache.path)
-        with database:
-            assert database.execute("UPDATE hits SET found = 'YE'").rowcount == 1
-        assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
-        assert len(endpoint.requests) == 2
-        assert database.execute("SELECT found FROM hits").fetchall() == [("YES",)]
+        with contextlib.closing(sqlite3.connect(cache.path)) as database:
+            with database:
+                assert database.execute("UPDATE hits SET found = 'YE'").rowcount == 1
+            assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
+            assert len(endpoint.requests) == 2
+            assert database.execute("SELECT found FROM hits").fetchall() == [("YES",)]
 
 
 def test_an_answer_of_articles_reaches_the_judge_as_it_is_written(tokenizer, tmp_path, monkeypatch):

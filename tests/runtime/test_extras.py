@@ -1,11 +1,17 @@
 """A package that is not installed is answered with the extra that installs it."""
 
+import importlib
 import sys
+import types
 
 import pytest
 
 from mujica_jax.errors import UserError
-from mujica_jax.runtime.extras import import_extra, require_extra
+from mujica_jax.runtime.extras import (
+    import_extra,
+    keep_triton_from_ending_the_process,
+    require_extra,
+)
 
 INSTALL = "install the extra `plots`, as in `pip install -e '.[plots]'` where mujica_jax was cloned"
 
@@ -14,6 +20,12 @@ INSTALL = "install the extra `plots`, as in `pip install -e '.[plots]'` where mu
 def folder_of_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def importable_triton(folder_of_packages, monkeypatch):
+    (folder_of_packages / "triton.py").write_text("")
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
 
 
 def test_the_module_of_an_installed_package_is_returned():
@@ -60,3 +72,23 @@ def test_a_required_package_that_is_missing_is_named_with_its_extra():
     assert str(caught.value) == (
         f"--plot needs the package plots, but plots is not installed: {INSTALL}"
     )
+
+
+def test_triton_cannot_be_imported_after_tensorflow(importable_triton, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
+    keep_triton_from_ending_the_process()
+    with pytest.raises(ImportError):
+        importlib.import_module("triton")
+
+
+def test_triton_can_be_imported_where_tensorflow_is_not_loaded(importable_triton, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    keep_triton_from_ending_the_process()
+    assert importlib.import_module("triton").__name__ == "triton"
+
+
+def test_a_triton_that_was_loaded_before_tensorflow_stays(importable_triton, monkeypatch):
+    triton = importlib.import_module("triton")
+    monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
+    keep_triton_from_ending_the_process()
+    assert importlib.import_module("triton") is triton

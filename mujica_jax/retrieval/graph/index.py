@@ -10,6 +10,7 @@ every index, a graph also has plan.json and manifest.json (`manifest.py`).
 """
 
 import dataclasses
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def _build(
         loaded = Loaded(**read_json(folder / PROGRESS))
     _remove(folder, UNFINISHED)
     try:
-        store = Store(folder / STORE)
+        store = _open_for_writing(folder)
     except OSError as error:
         raise UserError(
             f"{folder / STORE} cannot be opened ({error}): {rebuild_advice(folder)}"
@@ -108,7 +109,7 @@ def _build(
 
     # Close the store. Opening it again removes the write-ahead logs, whose content is in the tables.
     del store
-    Store(folder / STORE).flush()
+    _open_for_writing(folder).flush()
     _remove(folder, OLD_LOGS)
 
     description = {
@@ -121,6 +122,17 @@ def _build(
         "seconds": round(time.monotonic() - start_time, 1),
     }
     return commit(folder, description)
+
+
+def _open_for_writing(folder: Path) -> Store:
+    """Open the store of a graph. Raises OSError, also while the same store is still open.
+
+    A store is closed when nothing refers to it. An error that was caught, of a full disk or of a
+    repeated request to a bucket, still refers to the frames that used a store, in a circle that only
+    the garbage collector frees.
+    """
+    gc.collect()
+    return Store(folder / STORE)
 
 
 def load(
