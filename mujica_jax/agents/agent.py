@@ -83,7 +83,7 @@ class StreamingPolicy(Policy, Protocol):
     def streaming(self, on_tokens: OnTokens) -> Policy:
         """Return this policy, with `on_tokens` called for the tokens of each of its turns.
 
-        A generator that cannot stream calls it never.
+        If the generator cannot stream, it is never called.
         """
         ...
 
